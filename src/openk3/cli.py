@@ -99,6 +99,8 @@ def _dispatch(arguments: list[str]) -> int:
         return int(importlib.import_module(verb.module).main(rest))
     except UserError as error:
         return _fail(program, str(error))
+    except SystemExit as stop:
+        return int(stop.code or 0)
     except KeyboardInterrupt:
         print(f"\n{program}: stopped", file=sys.stderr)
         return INTERRUPTED
