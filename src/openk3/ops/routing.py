@@ -47,10 +47,10 @@ def route(
         if groups > 1 and groups > topk_groups:
             grouped = biased.view(biased.shape[0], groups, -1)
             group_score = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
-            kept = group_score.sort(-1, descending=True, stable=True).indices[:, :topk_groups]
+            kept = group_score.sort(dim=-1, descending=True, stable=True).indices[:, :topk_groups]
             allowed = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, kept, True)
             biased = grouped.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
-        best = biased.sort(-1, descending=True, stable=True)
+        best = biased.sort(dim=-1, descending=True, stable=True)
         cutoff = best.values[:, top_k] if top_k < biased.shape[1] else biased.new_full((biased.shape[0],), -torch.inf)
         ids = best.indices[:, :top_k].sort(-1).values
     weights = scores.gather(1, ids)
