@@ -1,0 +1,1 @@
+"""The model's modules, one file a system, assembled in `decoder`."""
