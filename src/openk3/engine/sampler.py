@@ -25,11 +25,21 @@ MAX_SEED = 2**63 - 1
 
 
 class LogitsError(UserError):
-    """A model gave logits that no token can be drawn from. `rows` are the sequences concerned; the others of the batch are sound."""
+    """A model gave logits that no token can be drawn from. `faults` holds (sequence, what its row is like); the others are sound."""
 
-    def __init__(self, message: str, rows: Sequence[int]) -> None:
-        super().__init__(message)
-        self.rows = tuple(rows)
+    def __init__(self, faults: Sequence[tuple[int, str]]) -> None:
+        self.faults = tuple(faults)
+        what = "; ".join(f"sequence {row} {kind}" for row, kind in faults[:4]) + ("; …" if len(faults) > 4 else "")
+        super().__init__(f"no token can be drawn from the model's logits: {what}. Its weights are damaged, or every token was forbidden")
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The sequences concerned."""
+        return tuple(row for row, _ in self.faults)
+
+    def renumbered(self, sequences: Sequence[int]) -> LogitsError:
+        """The same error where row n of the batch is sequence `sequences[n]`."""
+        return LogitsError([(sequences[row], kind) for row, kind in self.faults])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,19 +160,14 @@ def _invert(chance_NV: Tensor, uniform_N: Tensor) -> Tensor:
 def _check(logits_NV: Tensor) -> None:
     """Raise LogitsError unless every row holds a token that can be drawn."""
     if logits_NV.shape[1] == 0:
-        raise LogitsError("the model gave logits for no token at all", range(logits_NV.shape[0]))
+        raise LogitsError([(n, "no token at all") for n in range(logits_NV.shape[0])])
     # A maximum is NaN when anything in its row is.
     best_N = logits_NV.amax(dim=1).tolist()
     faults = [
         (n, "NaN" if math.isnan(best) else "+inf" if best > 0 else "only −inf") for n, best in enumerate(best_N) if not math.isfinite(best)
     ]
-    if not faults:
-        return
-    what = "; ".join(f"sequence {row} {kind}" for row, kind in faults[:4]) + ("; …" if len(faults) > 4 else "")
-    raise LogitsError(
-        f"no token can be drawn from the model's logits: {what}. Its weights are damaged, or every token was forbidden",
-        [row for row, _ in faults],
-    )
+    if faults:
+        raise LogitsError(faults)
 
 
 def _number(name: str, value: object, low: float, high: float) -> None:
