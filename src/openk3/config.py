@@ -98,8 +98,9 @@ class ModelConfig:
     """Keys of the `config.json` it was read from that change nothing here, kept to be written back. Not part of equality."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.mla_layers, list):
-            object.__setattr__(self, "mla_layers", tuple(self.mla_layers))
+        layers: object = self.mla_layers
+        if isinstance(layers, list):  # as JSON and TOML give it
+            object.__setattr__(self, "mla_layers", tuple(layers))
         config_rules.check({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
         for name in _REALS:
             value = getattr(self, name)

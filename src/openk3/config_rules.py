@@ -138,7 +138,9 @@ def _check_kda(rules: Rules) -> None:
     rules.whole("kda_head_dim", least)
     rules.whole("kda_conv_size", least)
     rules.flag("kda_full_rank_gate")
-    rules.real("kda_gate_lower_bound", lambda bound: bound < 0, "the log decay's lower bound must be below 0, or null for softplus", optional=True)
+    rules.real(
+        "kda_gate_lower_bound", lambda bound: bound < 0, "the log decay's lower bound must be below 0, or null for softplus", optional=True
+    )
 
 
 def _check_activation(rules: Rules) -> None:
