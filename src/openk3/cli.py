@@ -15,7 +15,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from openk3._version import __version__
+from openk3 import __version__
 from openk3.errors import UserError
 
 USER_ERROR = 2
@@ -65,7 +65,7 @@ def help_text() -> str:
     lines = ["Kimi K3, the whole of it, small enough to train on a laptop.", "", "Usage: openk3 VERB [ARGUMENTS]"]
     for group, members in VERBS.items():
         lines += ["", f"{group}:"] + [f"  {name:<{width}}  {verb.summary}" for name, verb in members.items()]
-    lines += ["", "`openk3 VERB --help` tells the arguments of a verb; `openk3 --version` the version.", "", "Examples:", EXAMPLES]
+    lines += ["", "`openk3 VERB --help` tells a verb's arguments; `openk3 --version` the version.", "", "Examples:", EXAMPLES]
     return "\n".join(lines)
 
 
@@ -100,7 +100,7 @@ def _dispatch(arguments: list[str]) -> int:
     except UserError as error:
         return _fail(program, str(error))
     except SystemExit as stop:
-        return int(stop.code or 0)
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         print(f"\n{program}: stopped", file=sys.stderr)
         return INTERRUPTED
