@@ -1,0 +1,159 @@
+"""A checkpoint and its tokenizer, opened together and checked against each other: text in, text out.
+
+session = Session.open("runs/demo")
+out = session.complete(["def main("], SamplingParams(temperature=0.8), max_tokens=100, on_text=lambda n, piece: print(piece, end=""))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from openk3.checkpoint.load import load, locate
+from openk3.engine.end_tokens import EndTokens, check_special_ids, end_tokens
+from openk3.engine.generate import Completion, Timing, generate
+from openk3.engine.sampler import SamplingParams
+from openk3.engine.text_stream import TextStream
+from openk3.errors import UserError
+from openk3.model.decoder import Decoder
+from openk3.text.tokenizer import Tokenizer
+
+OnText = Callable[[int, str], None]
+"""Called as (prompt index, piece) with text that may be shown at once."""
+
+
+@dataclass(frozen=True)
+class TextCompletion:
+    """What one prompt led to."""
+
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    text: str
+    """Without the prompt; ends before the stop string, if one was found."""
+    tokens: Completion
+    """`ids` holds also the tokens that made up the stop string."""
+    stop: str | None
+    """The stop string that ended it, if one did."""
+
+
+@dataclass(frozen=True)
+class TextGeneration:
+    """One completion for each prompt, in order."""
+
+    completions: tuple[TextCompletion, ...]
+    timing: Timing
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class Session:
+    """A model that is ready to write."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    ends: EndTokens
+    checkpoint: Path
+
+    @staticmethod
+    def open(path: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Session:
+        """The checkpoint at `path`, or the newest one of the run at `path`, with its tokenizer.
+
+        Raises UserError when either is missing or damaged, or when the two do not belong together.
+        """
+        checkpoint = locate(path)
+        home = tokenizer_directory(checkpoint)
+        tokenizer = Tokenizer.load(home)
+        check_special_ids(home, tokenizer.special_ids)
+        model = load(checkpoint, dtype=dtype, device=device)
+        _check_pair(model, tokenizer, checkpoint, home)
+        return Session(model, tokenizer, end_tokens(checkpoint, home, tokenizer.special_ids), checkpoint)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The tokens of a prompt: the beginning-of-text token, then the text. What looks like a control token in it is plain text.
+
+        Raises UserError for text that is not valid Unicode, or for an empty prompt where there is no beginning-of-text token.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError("the prompt is not valid UTF-8 text") from None
+        start = [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
+        ids = start + self.tokenizer.encode(text)
+        if not ids:
+            raise UserError("the prompt is empty, and the tokenizer has no beginning-of-text token to start from")
+        return ids
+
+    def complete(
+        self,
+        prompts: Sequence[str],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        max_tokens: int,
+        stops: Sequence[str] = (),
+        on_text: OnText | None = None,
+        cancelled: Callable[[], bool] | None = None,
+        prefill_chunk: int = 512,
+    ) -> TextGeneration:
+        """Continue each prompt until an end token, a stop string or `max_tokens`.
+
+        Raises UserError for whatever is wrong with a prompt, a stop string or a limit, or for logits that hold no token.
+        """
+        streams = [TextStream(self.tokenizer, stops) for _ in prompts]
+        show = on_text or (lambda sequence, piece: None)
+
+        def take(sequence: int, token: int, logprob: float) -> bool:
+            piece = streams[sequence].push(token)
+            if piece:
+                show(sequence, piece)
+            return streams[sequence].matched is not None
+
+        prompt_ids = [self.encode_prompt(prompt) for prompt in prompts]
+        made = generate(
+            self.model,
+            prompt_ids,
+            params,
+            max_tokens=max_tokens,
+            stop_ids=self.ends.ids,
+            on_token=take,
+            prefill_chunk=prefill_chunk,
+            vocabulary=self.tokenizer.vocab_size,
+            cancelled=cancelled,
+        )
+        completions = []
+        for n, (prompt, stream, tokens) in enumerate(zip(prompts, streams, made.completions, strict=True)):
+            rest = stream.finish()
+            if rest:
+                show(n, rest)
+            completions.append(TextCompletion(prompt, tuple(prompt_ids[n]), stream.text, tokens, stream.matched))
+        return TextGeneration(tuple(completions), made.timing, made.state_bytes)
+
+
+def tokenizer_directory(checkpoint: Path) -> Path:
+    """Where a checkpoint's tokenizer lies: beside the weights, or in the run that the checkpoint belongs to.
+
+    Raises UserError when it is in neither place.
+    """
+    places = [checkpoint] + ([checkpoint.parent.parent] if checkpoint.parent.name == "checkpoints" else [])
+    for place in places:
+        if (place / "tokenizer.json").is_file():
+            return place
+    raise UserError(
+        f"there is no tokenizer.json in {' or '.join(map(str, places))}: text needs the tokenizer that the model was trained with"
+    )
+
+
+def _check_pair(model: Decoder, tokenizer: Tokenizer, checkpoint: Path, home: Path) -> None:
+    config = model.config
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"the tokenizer in {home} has {tokenizer.vocab_size} tokens, the model in {checkpoint} only {config.vocab_size}: "
+            "they do not belong together"
+        )
+    if None not in (tokenizer.bos_id, config.bos_token_id) and tokenizer.bos_id != config.bos_token_id:
+        raise UserError(
+            f"the tokenizer in {home} begins a text with token {tokenizer.bos_id}, the model in {checkpoint} with {config.bos_token_id}: "
+            "they do not belong together"
+        )
