@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def chart(series: Sequence[Series], *, width: int, height: int, x_name: str) -> 
 def _joined(dots: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """The dots and those on straight lines between neighbours."""
     line = list(dots[:1])
-    for (x0, y0), (x1, y1) in zip(dots, dots[1:], strict=False):
+    for (x0, y0), (x1, y1) in itertools.pairwise(dots):
         steps = max(abs(x1 - x0), abs(y1 - y0), 1)
         line += [(round(x0 + (x1 - x0) * i / steps), round(y0 + (y1 - y0) * i / steps)) for i in range(1, steps + 1)]
     return line
