@@ -59,7 +59,9 @@ def test_packed_documents_do_not_see_each_other(changed_document: int, changes: 
         model.zero_grad()
         terms = model.loss(here, segments, targets, weights)
         terms.total.backward()
-        results.append((terms.per_token[weights > 0].clone(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
+        results.append(
+            (terms.per_token[weights > 0].clone(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        )
     (losses, grads), (other_losses, other_grads) = results
     assert torch.equal(losses, other_losses)
     for name, grad in grads.items():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from openk3.train.balancing import Balancer
 
 from openk3 import Decoder, ModelConfig, RoutingLog, Segments
-from openk3.train.balancing import Balancer
 
 SWITCHES: dict[str, dict[str, object]] = {
     "everything on": {},
@@ -53,7 +53,9 @@ def test_one_batch_is_learnt_by_heart(name: str) -> None:
 
 
 def test_896_experts_of_which_16_train_and_balance_within_ten_steps() -> None:
-    config = ModelConfig.named("debug13").replace(num_experts=896, experts_per_token=16, num_layers=4, mla_layers=(3,), moe_intermediate_size=8)
+    config = ModelConfig.named("debug13").replace(
+        num_experts=896, experts_per_token=16, num_layers=4, mla_layers=(3,), moe_intermediate_size=8
+    )
     model = Decoder(config, generator=torch.Generator().manual_seed(0))
     balancer = Balancer(model, rule="quantile")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -64,9 +64,7 @@ def test_a_ramp_pins_the_nibble_order() -> None:
     assert packed.tolist() == [0x10, 0x32, 0x54, 0x76] * 4
 
 
-@pytest.mark.parametrize(
-    ("rule", "largest"), [("floor", 6.0), ("even", 8.0), ("ceil", 8.0)]
-)
+@pytest.mark.parametrize(("rule", "largest"), [("floor", 6.0), ("even", 8.0), ("ceil", 8.0)])
 def test_what_becomes_of_7_9_in_mxfp4(rule: str, largest: float) -> None:
     assert float(quantize(torch.full((32,), 7.9), "mxfp4", rule).dequantize(torch.float32)[0]) == largest  # type: ignore[arg-type]
 
@@ -142,7 +140,11 @@ def test_what_is_stored() -> None:
     assert q.packed.shape == (3, 5, 32) and q.scale.shape == (3, 5, 2) and q.nbytes == 15 * 34
     q = quantize(torch.randn(3, 33), "mxfp8")
     assert q.packed.shape == (3, 64) and q.packed.dtype == torch.float8_e4m3fn and q.scale.shape == (3, 2)
-    for bad in (lambda: quantize(torch.ones(3), "mxfp6"), lambda: quantize(torch.ones(3), "mxfp4", "up"), lambda: quantize(torch.ones(3).int(), "mxfp4")):  # type: ignore[arg-type]
+    for bad in (
+        lambda: quantize(torch.ones(3), "mxfp6"),
+        lambda: quantize(torch.ones(3), "mxfp4", "up"),
+        lambda: quantize(torch.ones(3).int(), "mxfp4"),
+    ):  # type: ignore[arg-type]
         with pytest.raises(ValueError):
             bad()
     assert quantize(torch.ones(0, 32), "mxfp4").dequantize().shape == (0, 32)

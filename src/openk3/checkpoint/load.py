@@ -37,7 +37,9 @@ def load(
     Raises UserError when files are missing, damaged, or do not fit the config: the message names the tensor.
     """
     directory = locate(path)
-    settings = config if isinstance(config, ModelConfig) else ModelConfig.from_json(config if config is not None else directory / "config.json")
+    settings = (
+        config if isinstance(config, ModelConfig) else ModelConfig.from_json(config if config is not None else directory / "config.json")
+    )
     shards = Shards.at(directory)
     if dtype is not None and not dtype.is_floating_point:
         raise UserError(f"a model is loaded in a floating-point dtype, not {dtype}")

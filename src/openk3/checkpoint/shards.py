@@ -56,7 +56,9 @@ class Shards:
         index = directory / INDEX_FILE
         stored: dict[str, StoredTensor] = {}
         listed = _read_index(index) if index.exists() else None
-        files = sorted({directory / file for file in listed.values()}) if listed is not None else sorted(directory.glob("model*.safetensors"))
+        files = (
+            sorted({directory / file for file in listed.values()}) if listed is not None else sorted(directory.glob("model*.safetensors"))
+        )
         if not files:
             raise UserError(f"{directory} holds no model*.safetensors: is it a checkpoint or a run directory?")
         for file in files:
@@ -70,7 +72,9 @@ class Shards:
             _compare(index, listed, stored)
             extra = sorted(set(directory.glob("model*.safetensors")) - set(files))
             if extra:
-                raise UserError(f"{extra[0]} is not named by {index.name}: a leftover of another checkpoint? remove it or rewrite the index")
+                raise UserError(
+                    f"{extra[0]} is not named by {index.name}: a leftover of another checkpoint? remove it or rewrite the index"
+                )
         return Shards(stored)
 
     def read(self, name: str) -> Tensor:
@@ -99,7 +103,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             head = stream.read(8)
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
             if not 2 <= length <= min(size - 8, _HEADER_LIMIT):
-                raise UserError(f"{file} is not a safetensors file, or is truncated: its header length reads {length}, its size {size} bytes")
+                raise UserError(
+                    f"{file} is not a safetensors file, or is truncated: its header length reads {length}, its size {size} bytes"
+                )
             header = json.loads(stream.read(length))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}") from error

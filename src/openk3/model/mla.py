@@ -86,7 +86,7 @@ class MLA(nn.Module):
         return torch.cat([piece if piece.shape[0] else empty for piece in pieces])
 
     def _absorbs(self, new: int, context: int) -> bool:
-        """Whether the absorbed form takes fewer multiplications for one sequence: it spares expanding the context and pays in every score."""
+        """Whether the absorbed form multiplies less for one sequence: it spares expanding the context and pays in every score."""
         if self.absorb is not None:
             return self.absorb
         if torch.is_grad_enabled() and self.kv_up.weight.requires_grad:

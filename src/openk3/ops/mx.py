@@ -8,7 +8,7 @@ OCP Microscaling Formats v1.0 (arXiv 2310.10537) fixes elements and scales; whic
 - `floor`: OCP's own, 2^(floor(log2 amax) - emax): values above the largest element saturate.
 - `ceil`: the smallest power of two with which nothing saturates.
 
-Bytes: MXFP4 packs two codes, the even column in the low nibble; scale byte e means 2^(e - 127), 255 means NaN. A zero block has scale byte 0.
+Bytes: MXFP4 packs two codes, the even column in the low nibble; scale byte e means 2^(e - 127), 255 means NaN, a zero block has 0.
 A block that holds an infinity or a NaN reads back as NaN, whole: trouble stays visible instead of saturating.
 """
 
