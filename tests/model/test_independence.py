@@ -27,7 +27,7 @@ def batch(config: ModelConfig) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("position", [0, 15, 16, 40, 63, 64, 69])
 @pytest.mark.parametrize("experts", [8, None])
 def test_no_token_sees_a_later_one(position: int, experts: int | None) -> None:
-    """Bit for bit without routed experts; with them a later token changes how many rows an expert's matrix product has, hence its rounding."""
+    """Bit for bit without routed experts; with them a later token changes the row count of a matrix product, hence its rounding."""
     model = build(torch.float64) if experts else build(torch.float64, num_experts=None, latent_size=None, latent_norm=False)
     tokens, _ = batch(model.config)
     tokens = tokens[:70]

@@ -37,9 +37,8 @@ def load(
     Raises UserError when files are missing, damaged, or do not fit the config: the message names the tensor.
     """
     directory = locate(path)
-    settings = (
-        config if isinstance(config, ModelConfig) else ModelConfig.from_json(config if config is not None else directory / "config.json")
-    )
+    source = directory / "config.json" if config is None else config
+    settings = source if isinstance(source, ModelConfig) else ModelConfig.from_json(source)
     shards = Shards.at(directory)
     if dtype is not None and not dtype.is_floating_point:
         raise UserError(f"a model is loaded in a floating-point dtype, not {dtype}")

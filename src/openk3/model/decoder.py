@@ -154,7 +154,9 @@ class Decoder(nn.Module):
         routing: RoutingLog | None = None,
         recompute: Recompute = "none",
     ) -> LossTerms:
-        """Summed cross-entropy (nats) of `targets [T]`, negative ones ignored, weighted by `token_weights [T]`; logits are never all in memory.
+        """Summed cross-entropy (nats) of `targets [T]`, negative ones ignored, weighted by `token_weights [T]`.
+
+        Logits are never all in memory.
 
         `recompute` keeps less for the backward pass and computes it again: `layer` keeps each layer's input, `block` each AttnRes
         block's (every four layers where AttnRes is off).
