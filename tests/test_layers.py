@@ -88,7 +88,7 @@ def test_imports_run_downwards(path: Path) -> None:
 
 
 def test_the_check_sees_an_upward_import() -> None:
-    tree = ast.parse("def f():\n    from openk3.train.loop import train\n    import openk3.ops.kda\n    from openk3 import __version__, config\n")
+    tree = ast.parse("def f():\n from openk3.train.loop import train\n import openk3.ops.kda\n from openk3 import __version__, config\n")
     assert imported_modules(tree) == [(2, "openk3.train.loop"), (3, "openk3.ops.kda"), (4, "openk3.config")]
     assert room_of_module("openk3.train.loop") == "train" and "train" not in MAY_IMPORT["ops"]
 

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class UserError(ValueError):
-    """Something a user gave is wrong. The message says what, where and what to do; commands print it without a traceback and exit with 2."""
+    """Something a user gave is wrong. The message says what, where and what to do; commands print it as one line and exit with 2."""

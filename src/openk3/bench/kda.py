@@ -61,7 +61,7 @@ def _against_peers(session: Session, mode: str, passes: int) -> Iterator[Row]:
     seconds = median(lane.seconds)
     detail = {
         "flops": flops,
-        "flops_formula": "openk3.accounting.kda_chunk_flops x tokens" + (" x 3 (each product has two in the backward)" if passes == 3 else ""),
+        "flops_formula": f"openk3.accounting.kda_chunk_flops x tokens x {passes}",
         "matrix_flops_per_second": rate,
         "memory": lane.memory,
         "facts": _without_output(lane.facts),

@@ -56,7 +56,7 @@ def _value(value: float | None, unit: str) -> str:
 def _notes(rows: Sequence[Row]) -> list[str]:
     """What the table has no room for: errors, what the peers are, the ops that take most of the time."""
     notes = [f"{row.case}: {row.error}" for row in rows if row.error]
-    notes += list(dict.fromkeys(f"{row.peer} {row.baseline_version}: {row.baseline_note}" for row in rows if row.peer and row.baseline_note))
+    notes += dict.fromkeys(f"{row.peer}, {row.baseline_version}: {row.baseline_note}" for row in rows if row.baseline_version)
     for case in dict.fromkeys(row.case for row in rows):
         profile = next((row.detail["profile"] for row in rows if row.case == case and row.detail.get("profile")), None)
         if profile:
