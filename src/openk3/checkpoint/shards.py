@@ -87,7 +87,7 @@ class Shards:
             handle = self._open.get(stored.file)
             if handle is None:
                 handle = self._open[stored.file] = safetensors.safe_open(stored.file, framework="pt")
-            return handle.get_tensor(name)  # type: ignore[no-any-return]
+            return handle.get_tensor(name)
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"{stored.file}: tensor {name} cannot be read: {error}") from error
 

@@ -95,7 +95,7 @@ def quantize(x: Tensor, format: Format, scale_rule: ScaleRule = "even") -> MXTen
 
 def fake_quantize(x: Tensor, format: Format, scale_rule: ScaleRule = "even") -> Tensor:
     """`quantize(x).dequantize(x.dtype)`, bit for bit, with a straight-through gradient: as if nothing had been rounded."""
-    return _FakeQuantize.apply(x, format, scale_rule)  # type: ignore[no-any-return]
+    return _FakeQuantize.apply(x, format, scale_rule)
 
 
 def scale_value(scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
