@@ -114,7 +114,7 @@ def mini() -> ModelConfig:
         kda_num_heads=6,
         kda_head_dim=64,
         intermediate_size=1024,
-        num_experts=32,
+        num_experts=24,
         experts_per_token=4,
         num_shared_experts=2,
         moe_intermediate_size=128,
