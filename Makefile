@@ -11,7 +11,7 @@ BENCH ?= all
 ARGS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint test-all bench setup-bench clean
+.PHONY: help setup demo test lint test-all bench setup-bench constraints clean
 
 help:
 	@echo "make demo         train a small Kimi K3 on Python's own sources and let it write (about 5 minutes)"
@@ -23,6 +23,7 @@ help:
 	@echo "make clean        remove .venv and the caches"
 
 setup: $(READY)
+	@echo "openk3 is in $(VENV); try: $(BIN)/openk3 --help"
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -33,6 +34,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 setup-bench: $(PEERS)
+	@echo "the peers are in $(VENV); try: $(BIN)/openk3 bench all"
 
 $(PEERS): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
@@ -54,6 +56,11 @@ test-all: lint
 
 bench: $(PEERS)
 	$(BIN)/openk3 bench $(BENCH) --json bench.json $(ARGS)
+
+# Write down what is installed now, as the set of versions that the tests ran with. Which build of torch it is stays open.
+constraints: $(PEERS)
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt
+	@touch $(READY) $(PEERS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
