@@ -6,7 +6,6 @@ key that the reader of the message can see.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
@@ -27,6 +26,8 @@ Spelling = Callable[[str], str]
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: the closest known one, when one is close."""
+    import difflib  # only a message needs it, and every start of the command line would pay for it
+
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
