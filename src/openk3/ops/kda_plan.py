@@ -1,0 +1,156 @@
+"""How ragged sequences are cut into chunks for KDA's chunked form.
+
+A chunk starts where its sequence starts, or where the sequence's previous chunk ended, so no chunk holds tokens of two sequences.
+The last chunk of a sequence may be short: its free slots are filled with k = v = q = 0, g = 0 and beta = 0, which leave the state alone.
+
+Letters: T tokens, H heads, N sequences, C slots of a chunk, n chunks of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openk3.ops.segments import Segments
+
+CHUNK = 64
+TILE = 16
+# Head-chunks whose arrays are worked on together: enough for efficient batched products, few enough that the arrays stay in the cache.
+GROUP_MATRICES = 64
+# Head-chunks that one step of the recurrence should have at least, if there are that many.
+STEP_MATRICES = 8
+
+
+@dataclass(frozen=True)
+class Step:
+    """Chunk number `index` of the first `count` sequences of a band: chunks `start` to `start + count` of their group.
+
+    The first `going_on` of them have a further chunk. The backward wants the state before each chunk that is not its sequence's first: those
+    of this step are kept from position `before` (when index > 0), those of the next step from position `after`.
+    """
+
+    index: int
+    start: int
+    count: int
+    going_on: int
+    before: int
+    after: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """n chunks that are prepared together: some consecutive steps of a band.
+
+    `first` is the flat index of the first token when the n·C slots are consecutive tokens; else `slots` `[n·C]` holds the token of each slot.
+    `used` are the slots that hold a token and `free` those that do not, when there are such; `last` `[n]` is each chunk's last used slot.
+    """
+
+    chunks: int
+    width: int
+    steps: tuple[Step, ...]
+    first: int | None
+    slots: Tensor
+    used: Tensor
+    free: Tensor | None
+    last: Tensor
+
+    def gather(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """`[T, H, …]` to `[n, H, C, …]`; free slots hold 0. A view of `x` where that can be."""
+        if self.first is not None:
+            rows = x[self.first : self.first + self.chunks * self.width]
+        else:
+            rows = x.index_select(0, self.slots)
+            if self.free is not None:
+                rows.index_fill_(0, self.free, 0)
+        return rows.to(dtype).unflatten(0, (self.chunks, self.width)).transpose(1, 2)
+
+    def store(self, out: Tensor, values: Tensor) -> None:
+        """Write `values` `[n, H, C, …]` to the group's tokens in `out` `[T, H, …]`, in the dtype of `out`."""
+        if self.first is not None:
+            rows = out[self.first : self.first + self.chunks * self.width]
+            rows.unflatten(0, (self.chunks, self.width)).transpose(1, 2).copy_(values)
+        else:
+            tokens = self.slots.index_select(0, self.used)
+            out.index_copy_(0, tokens, values.transpose(1, 2).flatten(0, 1).index_select(0, self.used).to(out.dtype))
+
+
+@dataclass(frozen=True)
+class Band:
+    """Sequences that advance together, chunk by chunk; the longest come first, so those still running are always the first ones.
+
+    `sequences` are their numbers. `groups` come in order of time.
+    """
+
+    sequences: tuple[int, ...]
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All bands; `states` is how many chunks are not their sequence's first. Sequences without a token are in no band."""
+
+    bands: tuple[Band, ...]
+    states: int
+
+
+def chunk_width(length: int) -> int:
+    """C for a sequence of the given length: short sequences need not fill 64 slots."""
+    return TILE if length <= TILE else 2 * TILE if length <= 2 * TILE else CHUNK
+
+
+def make_plan(segments: Segments, heads: int, device: torch.device) -> Plan:
+    """Cut the sequences into bands of groups of chunks. The chunk width of a sequence depends on its own length alone."""
+    lengths = segments.lengths
+    order = sorted((n for n in range(segments.count) if lengths[n]), key=lambda n: (-chunk_width(lengths[n]), -lengths[n], n))
+    bands = []
+    states = position = 0
+    while position < len(order):
+        width = chunk_width(lengths[order[position]])
+        members: list[int] = []
+        chunks = 0
+        while position < len(order) and chunk_width(lengths[order[position]]) == width:
+            more = -(-lengths[order[position]] // width)
+            if members and (chunks + more) * heads > GROUP_MATRICES and (len(members) + 1) * heads > STEP_MATRICES:
+                break
+            members.append(order[position])
+            chunks += more
+            position += 1
+        bands.append(Band(tuple(members), tuple(_groups(segments, members, width, heads, states, device))))
+        states += chunks - len(members)
+    return Plan(tuple(bands), states)
+
+
+def _groups(segments: Segments, members: Sequence[int], width: int, heads: int, state: int, device: torch.device) -> Iterator[Group]:
+    chunks = [-(-segments.lengths[n] // width) for n in members]
+    running = [sum(count > index for count in chunks) if len(chunks) > 1 else 1 for index in range(chunks[0])] + [0]
+    steps: list[Step] = []
+    starts: list[int] = []
+    lengths: list[int] = []
+    for index in range(chunks[0]):
+        count = running[index]
+        if steps and (len(starts) + count) * heads > GROUP_MATRICES:
+            yield _group(steps, starts, lengths, width, device)
+            steps, starts, lengths = [], [], []
+        after = state if index == 0 else state + count
+        steps.append(Step(index, len(starts), count, running[index + 1], state, after))
+        state = after
+        for n in members[:count]:
+            starts.append(segments.starts[n] + index * width)
+            lengths.append(min(width, segments.lengths[n] - index * width))
+    yield _group(steps, starts, lengths, width, device)
+
+
+def _group(steps: list[Step], starts: list[int], lengths: list[int], width: int, device: torch.device) -> Group:
+    chunks = len(starts)
+    last = torch.tensor([length - 1 for length in lengths], device=device)
+    if min(lengths) == width and starts == list(range(starts[0], starts[0] + chunks * width, width)):
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        return Group(chunks, width, tuple(steps), starts[0], nothing, nothing, None, last)
+    offsets = torch.arange(width)
+    held = (offsets < torch.tensor(lengths)[:, None]).flatten()
+    slots = (torch.tensor(starts)[:, None] + offsets).flatten().masked_fill(~held, 0).to(device)
+    free = None if min(lengths) == width else (~held).nonzero()[:, 0].to(device)
+    return Group(chunks, width, tuple(steps), None, slots, held.nonzero()[:, 0].to(device), free, last)
