@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from openk3.errors import UserError
+from openk3.strict_json import show
 
 FAMILIES = ("kimi_k3", "kimi_linear")
 ACTIVATIONS = ("situ", "silu")
@@ -41,8 +42,7 @@ class Rules:
 
     def fail(self, field: str, rule: str) -> NoReturn:
         """Raise the UserError for `field`."""
-        value = repr(self.fields[field])
-        raise UserError(f"{self.spelling(field)} is {value if len(value) <= 80 else value[:77] + '...'}: {rule}")
+        raise UserError(f"{self.spelling(field)} is {show(self.fields[field])}: {rule}")
 
     def whole(self, field: str, least: int, most: int = LARGEST_SIZE, *, optional: bool = False) -> None:
         """An int (never a bool) from `least` to `most`; None too when optional."""

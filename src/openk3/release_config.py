@@ -30,6 +30,8 @@ def read(source: Mapping[str, Any] | str | Path) -> ModelConfig:
     if isinstance(source, Mapping):
         strict_json.check_tree(source)
         return _Reader(source).config()
+    if not isinstance(source, (str, Path)):
+        raise UserError(f"a config is a path or the parsed content of a config.json, not a {type(source).__name__}")
     path = Path(source)
     if strict_json.is_directory(path):
         path = path / "config.json"

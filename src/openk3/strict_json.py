@@ -83,18 +83,29 @@ def same(left: Any, right: Any) -> bool:
 
 
 def check_tree(value: Any, where: str = "", depth: int = 0) -> None:
-    """Raise UserError for the first thing in a parsed tree that JSON cannot hold: a key that is no string, NaN, nesting without end."""
+    """Raise UserError for the first thing in a tree that a JSON file cannot hold: a key that is no string, NaN, nesting without end."""
     if depth > _DEEPEST:
         raise UserError(f"{where[:80]} is nested too deeply")
     if isinstance(value, Mapping):
         for key, item in value.items():
-            if not isinstance(key, str):
+            if not isinstance(key, str) or not _encodable(key):
                 raise UserError(f"the key {key!r}{f' in {where}' if where else ''} is not a string")
             check_tree(item, f"{where}.{key}" if where else key, depth + 1)
     elif isinstance(value, (list, tuple)):
         for item in value:
             check_tree(item, where, depth + 1)
+    elif isinstance(value, str):
+        if not _encodable(value):
+            raise UserError(f"{where} holds half of a character (a lone surrogate), which no text file can")
     elif isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{where} is {value}: it must be a finite number")
-    elif value is not None and not isinstance(value, (bool, int, float, str)):
+    elif value is not None and not isinstance(value, (bool, int, float)):
         raise UserError(f"{where} is of type {type(value).__name__}, which JSON does not have")
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
