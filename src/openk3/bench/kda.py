@@ -193,7 +193,8 @@ class _Inputs:
 def ours(*, tokens: int, mode: str, device: str) -> Contestant:
     """The op of this project."""
     from openk3 import __version__
-    from openk3.ops.kda import backend_of, kda
+    from openk3.ops import backend
+    from openk3.ops.kda import kda
     from openk3.ops.segments import Segments
 
     inputs = _Inputs(tokens, mode, device)
@@ -204,7 +205,7 @@ def ours(*, tokens: int, mode: str, device: str) -> Contestant:
         output, _ = kda(q, k, v, g, beta, segments, lower_bound=LOWER_BOUND)
         return output
 
-    return inputs.contestant(forward, f"openk3 {__version__}", backend=backend_of(inputs.q))
+    return inputs.contestant(forward, f"openk3 {__version__}", backend=backend.requested() or "fastest")
 
 
 def transformers_fallback(*, tokens: int, mode: str, device: str) -> Contestant:
