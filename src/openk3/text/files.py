@@ -1,0 +1,61 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from openk3.errors import UserError
+
+
+@contextlib.contextmanager
+def atomic_writer(path: str | Path) -> Iterator[IO[bytes]]:
+    """A binary file that takes the place of `path` when the block ends, and leaves `path` as it was when the block raises.
+
+    The bytes are on the disk before the name is. Missing parent directories are made.
+    Raises UserError when the file system refuses (no space, no permission, …).
+    """
+    path = Path(path)
+    partial = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+        with os.fdopen(descriptor, "w+b") as file:
+            # mkstemp makes files that only their owner can read; what was asked for is an ordinary file.
+            os.fchmod(descriptor, 0o666 & ~_umask())
+            yield file
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(partial, path)
+        partial = None
+        _sync_directory(path.parent)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        if partial is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(partial)
+
+
+def write_atomic(path: str | Path, content: bytes) -> None:
+    """Write `content` to `path`, whole or not at all. Raises UserError when the file system refuses."""
+    with atomic_writer(path) as file:
+        file.write(content)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
