@@ -111,7 +111,8 @@ def test_absent_keys_take_the_defaults_of_the_releases_class() -> None:
         kda_head_dim=0, kda_conv_size=0, kda_full_rank_gate=False, kda_gate_lower_bound=None, intermediate_size=11008, activation="silu",
         num_experts=None, experts_per_token=0, num_shared_experts=0, moe_intermediate_size=0, first_dense_layers=0, moe_layer_freq=1,
         latent_size=None, latent_norm=False, router_activation="sigmoid", renormalize=True, routed_scaling_factor=1.0,
-        attn_res_block_size=None, rms_norm_eps=1e-6, tie_word_embeddings=False, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        attn_res_block_size=None, rms_norm_eps=1e-6, tie_word_embeddings=False, max_position_embeddings=4096,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     assert ModelConfig.from_json(config.to_json()) == config
 
@@ -381,7 +382,7 @@ def mutate(tree: Any, draw: Any) -> None:
     action = draw(st.sampled_from(["replace", "drop", "nudge", "rename", "double", "lift"]))
     value = parent[key]
     if action == "replace":
-        parent[key] = draw(ODD)
+        parent[key] = copy.deepcopy(draw(ODD))
     elif action == "drop":
         del parent[key]
     elif action == "nudge" and isinstance(value, (int, float)):
