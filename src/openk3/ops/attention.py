@@ -41,7 +41,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, contex
 def causal_attention_reference(q: Tensor, k: Tensor, v: Tensor, segments: Segments, context: Segments, scale: float) -> Tensor:
     """Sequence by sequence: `softmax(q kᵀ · scale, causal) v`."""
     acc = accumulation_dtype(q)
-    outputs = [v.new_zeros(0, *v.shape[1:])]
+    outputs = [v[:0]]
     for start, length, key_start, key_length in zip(segments.starts, segments.lengths, context.starts, context.lengths, strict=True):
         q_HTK = q[start : start + length].transpose(0, 1)
         k_HSK = k[key_start : key_start + key_length].transpose(0, 1)

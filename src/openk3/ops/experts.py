@@ -95,8 +95,8 @@ class _Layout:
 
     def padded(self) -> list[tuple[int, slice]]:
         """(expert, its rows with the padding) of each expert that has any."""
-        ends = [first for _, first, _ in self.rows[1:]] + [self.size]
-        return [(expert, slice(first, end)) for (expert, first, _), end in zip(self.rows, ends, strict=True)]
+        bounds = [first for _, first, _ in self.rows] + [self.size]
+        return [(expert, slice(*bounds[at : at + 2])) for at, (expert, _, _) in enumerate(self.rows)]
 
     def exact(self) -> list[tuple[int, slice]]:
         """(expert, its rows without the padding) of each expert that has any."""
