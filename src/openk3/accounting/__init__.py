@@ -18,7 +18,13 @@ from openk3.accounting.flops import (
     mixing_sources as mixing_sources,
 )
 from openk3.accounting.flops import (
+    muon_blocks as muon_blocks,
+)
+from openk3.accounting.flops import (
     muon_flops as muon_flops,
+)
+from openk3.accounting.flops import (
+    newton_schulz_flops as newton_schulz_flops,
 )
 from openk3.accounting.flops import (
     prefill_flops as prefill_flops,
@@ -79,4 +85,16 @@ from openk3.accounting.parameters import (
 )
 from openk3.accounting.parameters import (
     total_parameters as total_parameters,
+)
+from openk3.accounting.training import (
+    activation_bytes as activation_bytes,
+)
+from openk3.accounting.training import (
+    optimizer_bytes as optimizer_bytes,
+)
+from openk3.accounting.training import (
+    saved_by_layer as saved_by_layer,
+)
+from openk3.accounting.training import (
+    training_bytes as training_bytes,
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Literal
 
 from openk3.accounting.memory import latent_width
-from openk3.accounting.parameters import SYSTEMS, parameters
+from openk3.accounting.parameters import SYSTEMS, Parameter, parameters
 from openk3.config import ModelConfig
 
 Recompute = Literal["none", "layer", "block"]
@@ -129,28 +129,34 @@ def training_flops(
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int = 5) -> int:
-    """FLOPs of orthogonalising one matrix: per step X·Xᵀ, its square, and the product with X, on the smaller side."""
-    small, large = min(rows, columns), max(rows, columns)
-    return steps * (4 * small * small * large + 2 * small**3)
+    """FLOPs of orthogonalising one n×m matrix (n the smaller side) by a quintic iteration: the cheaper of two forms.
+
+    Directly, each step forms X·Xᵀ, squares it and multiplies X: 4·n²·m + 2·n³. Or on the n×n Gram matrix alone, with X only at both ends.
+    """
+    n, m = min(rows, columns), max(rows, columns)
+    return min(steps * (4 * n * n * m + 2 * n**3), 4 * n * n * m + 2 * n**3 * (4 * steps - 3))
+
+
+def muon_blocks(config: ModelConfig, parameter: Parameter) -> list[tuple[int, int, int]]:
+    """The blocks (count, rows, columns) that Per-Head Muon orthogonalises one by one (Kimi K3 report §2.5): queries, keys and values by
+    head, experts one by one with gate and up apart, anything else whole."""
+    if not parameter.muon:
+        return []
+    rows, columns = parameter.shape[-2:]
+    role = parameter.name.rsplit(".", 2)[-2]
+    if parameter.kind == "experts":
+        halves = 2 if parameter.name.endswith(".w13") else 1
+        return [(halves * parameter.shape[0], rows // halves, columns)]
+    if parameter.system == "kda" and role in ("q_proj", "k_proj", "v_proj"):
+        return [(config.kda_num_heads, config.kda_head_dim, columns)]
+    if parameter.system == "mla" and role in ("q_proj", "q_up"):
+        return [(config.num_heads, config.qk_head_dim, columns)]
+    if parameter.system == "mla" and role == "kv_up":
+        return [(config.num_heads, width, columns) for width in (config.qk_nope_head_dim, config.v_head_dim) if width]
+    return [(1, rows, columns)]
 
 
 def muon_flops(config: ModelConfig, steps: int = 5) -> int:
-    """FLOPs of Per-Head Muon's orthogonalisation in one optimizer step: experts one by one, Q, K and V by head (Kimi K3 report §2.5)."""
-    total = 0
-    for parameter in parameters(config):
-        if parameter.kind == "experts":
-            experts, rows, columns = parameter.shape
-            total += experts * newton_schulz_flops(rows, columns, steps)
-        elif parameter.kind == "matrix":
-            heads = _heads_of(config, parameter.name)
-            total += heads * newton_schulz_flops(parameter.shape[0] // heads, parameter.shape[1], steps)
-    return total
-
-
-def _heads_of(config: ModelConfig, name: str) -> int:
-    """How many blocks of rows Per-Head Muon splits a matrix into."""
-    role = name.rsplit(".", 2)[-2]
-    layer = int(name.split(".")[1])
-    if config.is_kda(layer):
-        return config.kda_num_heads if ".attn." in name and role in ("q_proj", "k_proj", "v_proj") else 1
-    return config.num_heads if ".attn." in name and role in ("q_proj", "q_up", "kv_up") else 1
+    """FLOPs of Per-Head Muon's orthogonalisation in one optimizer step."""
+    blocks = (block for parameter in parameters(config) for block in muon_blocks(config, parameter))
+    return sum(count * newton_schulz_flops(rows, columns, steps) for count, rows, columns in blocks)

@@ -55,6 +55,11 @@ class Parameter:
         """How many numbers it holds."""
         return math.prod(self.shape)
 
+    @property
+    def muon(self) -> bool:
+        """Whether Muon moves it: every matrix between features. The rows of the router and of KDA's write strength are readouts of their own."""
+        return self.kind == "experts" or (self.kind == "matrix" and not self.name.endswith(("router.weight", "beta_proj.weight")))
+
 
 def parameters(config: ModelConfig) -> Iterator[Parameter]:
     """Every parameter of `Decoder(config)`, and each router's bias, once. A tied head is the embedding and is not listed again."""
