@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -20,37 +20,26 @@ def atomic_writer(path: str | Path) -> Iterator[IO[bytes]]:
     Raises UserError when the file system refuses (no space, no permission, …).
     """
     path = Path(path)
-    partial = None
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
-        with os.fdopen(descriptor, "w+b") as file:
-            # mkstemp makes files that only their owner can read; what was asked for is an ordinary file.
-            os.fchmod(descriptor, 0o666 & ~_umask())
+        with partial.open("x+b") as file:
             yield file
             file.flush()
-            os.fsync(descriptor)
+            os.fsync(file.fileno())
         os.replace(partial, path)
-        partial = None
         _sync_directory(path.parent)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
-        if partial is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(partial)
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def write_atomic(path: str | Path, content: bytes) -> None:
     """Write `content` to `path`, whole or not at all. Raises UserError when the file system refuses."""
     with atomic_writer(path) as file:
         file.write(content)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _sync_directory(directory: Path) -> None:

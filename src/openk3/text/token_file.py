@@ -1,11 +1,11 @@
 """Tokens of many documents in one file, memory-mapped: what training reads.
 
-Layout, little-endian: a header of 4096 bytes (JSON, padded with spaces), the tokens (uint16, or uint32 for large vocabularies), and, each at a
-multiple of 8 bytes, the documents' offsets (int64, one more than documents), a hash of each document's tokens (uint64), and for each id of the
-vocabulary the bytes of text it stands for (uint32).
+Layout, little-endian: a header of 4096 bytes (JSON, padded with spaces); the tokens (uint16, or uint32 for large vocabularies); then, each
+at a multiple of 8 bytes, the documents' offsets (int64, one more than there are documents), a hash of each document's tokens (uint64), and
+for each id of the vocabulary the bytes of text it stands for (uint32).
 
-Each document is stored with its beginning-of-text and end-of-text token, where the tokenizer has them: the first gives the first word something
-to be predicted from, the second is what a model that stops has to learn.
+A document is stored between its beginning-of-text and its end-of-text token, where the tokenizer has them: from the first a model can
+begin a text, the second is how it learns to stop.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,12 +34,15 @@ HEADER_BYTES = 4096
 
 Ints = NDArray[np.int64]
 
+_GROUP = 1 << 22
+"""Characters that are encoded at once."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Part:
-    """Some of a file's documents, or of a document's tokens.
+    """Some of a file's documents, or a stretch of one.
 
-    Range r is tokens[starts[r] : ends[r]]; it asks for `ends - starts - 1` predictions, each of a token from those before it.
+    Range r is tokens[starts[r] : ends[r]], at least two tokens; each but its first is to be predicted from those before it.
     """
 
     file: TokenFile
@@ -46,12 +50,12 @@ class Part:
     starts: Ints
     ends: Ints
 
-    @property
+    @cached_property
     def predictions(self) -> int:
         """The number of tokens to be predicted: every token of the ranges but the first of each."""
         return int((self.ends - self.starts - 1).sum())
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of which tokens these are."""
         digest = hashlib.sha256(self.file.fingerprint.encode())
@@ -60,7 +64,7 @@ class Part:
         return digest.hexdigest()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenFile:
     """An open file of tokens."""
 
@@ -72,14 +76,19 @@ class TokenFile:
     text_lengths: NDArray[np.uint32]
 
     @staticmethod
-    def write(path: str | Path, documents: Iterable[Iterable[Sequence[int]]], tokenizer: Tokenizer) -> TokenFile:
-        """Write `documents`, each given as its parts (lists of ids, without control tokens around them), whole or not at all; and open it.
+    def write(path: str | Path, documents: Iterable[Sequence[int]], tokenizer: Tokenizer) -> TokenFile:
+        """Write `documents`, each the ids of a text, whole or not at all; and open the file.
 
         Raises UserError when there is no document, when an id is outside the vocabulary, or when the file system refuses.
         """
+        return TokenFile.write_parts(path, ([ids] for ids in documents), tokenizer)
+
+    @staticmethod
+    def write_parts(path: str | Path, documents: Iterable[Iterable[Sequence[int]]], tokenizer: Tokenizer) -> TokenFile:
+        """`write`, with each document as an iterator over its parts, so that one need not be in memory whole."""
         dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-        begin = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], dtype)
-        end = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype)
+        begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
         offsets, hashes = [0], []
         content = hashlib.sha256()
         with atomic_writer(path) as file:
@@ -87,15 +96,15 @@ class TokenFile:
             for parts in documents:
                 digest = hashlib.blake2b(digest_size=8)
                 length = 0
-                for ids in (begin, *(_checked(ids, tokenizer.vocab_size, dtype) for ids in parts), end):
-                    data = ids.tobytes()
+                for ids in chain([begin], parts, [end]):
+                    data = _checked(ids, tokenizer.vocab_size).astype(dtype).tobytes()
                     file.write(data)
                     content.update(data)
                     digest.update(data)
                     length += len(ids)
                 offsets.append(offsets[-1] + length)
                 hashes.append(int.from_bytes(digest.digest(), "little"))
-            if not hashes:
+            if not offsets[-1]:
                 raise UserError("there is no document to write")
             for array in (np.array(offsets, "<i8"), np.array(hashes, "<u8"), np.array(tokenizer.text_lengths, "<u4")):
                 file.write(bytes(-file.tell() % 8))
@@ -109,8 +118,6 @@ class TokenFile:
                 "documents": len(hashes),
                 "vocab_size": tokenizer.vocab_size,
                 "tokenizer": tokenizer.fingerprint,
-                "bos_id": tokenizer.bos_id,
-                "eos_id": tokenizer.eos_id,
                 "sha256": content.hexdigest(),
             }
             file.seek(0)
@@ -128,22 +135,23 @@ class TokenFile:
             places = _places(header)
             if size != places[-1]:
                 raise UserError(f"{path} is damaged: it has {size:,} bytes, its header says {places[-1]:,}; write it anew")
-            whole = np.memmap(path, np.uint8, "r")
+            mapped = np.asarray(np.memmap(path, np.uint8, "r"))
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
         if tokenizer is not None and header["tokenizer"] != tokenizer.fingerprint:
-            raise UserError(f"{path} was written with another tokenizer (fingerprint {header['tokenizer'][:12]}, not {tokenizer.fingerprint[:12]})")
-        documents, vocabulary = header["documents"], header["vocab_size"]
+            theirs, ours = header["tokenizer"][:12], tokenizer.fingerprint[:12]
+            raise UserError(f"{path} was written with another tokenizer (fingerprint {theirs}…, not {ours}…)")
 
         def section(n: int, count: int, dtype: str) -> Any:
             kind = np.dtype(dtype)
-            return whole[places[n] : places[n] + count * kind.itemsize].view(kind)
+            return mapped[places[n] : places[n] + count * kind.itemsize].view(kind)
 
+        documents = header["documents"]
         tokens = section(0, header["tokens"], "<u2" if header["dtype"] == "uint16" else "<u4")
-        offsets = np.array(section(1, documents + 1, "<i8"), np.int64)
-        if offsets[0] != 0 or offsets[-1] != header["tokens"] or (np.diff(offsets) < 0).any():
+        offsets = section(1, documents + 1, "<i8").astype(np.int64)
+        if offsets[0] != 0 or offsets[-1] != len(tokens) or (np.diff(offsets) < 0).any():
             raise UserError(f"{path} is damaged: its documents' offsets do not fit its tokens; write it anew")
-        return TokenFile(path, header, tokens, offsets, section(2, documents, "<u8"), section(3, vocabulary, "<u4"))
+        return TokenFile(path, header, tokens, offsets, section(2, documents, "<u8"), section(3, header["vocab_size"], "<u4"))
 
     @property
     def documents(self) -> int:
@@ -178,21 +186,22 @@ class TokenFile:
         """All documents."""
         return self._part("all", self.offsets[:-1], self.offsets[1:])
 
-    def split(self, heldout_fraction: float | None = None, heldout_tokens: int | None = None) -> tuple[Part, Part]:
-        """(train, held out): at most that share of the tokens, or that many, is held out. Give one of the two.
+    def split(self, heldout_fraction: float | None = None, *, heldout_tokens: int | None = None) -> tuple[Part, Part]:
+        """(train, held out): about that share of the tokens, or that many, and never more, is held out. Give one of the two.
 
-        Whole documents, in the order of their hashes, as they fit: the choice depends on their content alone, and copies of a document
-        stay together. When not one fits, the end of a document is held out.
+        Whole documents in the order of their hashes, as they fit: the choice depends on the texts alone, and copies of a text stay
+        together. Where they do not make up half of what is asked for, because the others are too long, the end of one of those is held
+        out too.
         Raises UserError when there is too little text for two parts.
         """
-        total = len(self.tokens)
         if (heldout_fraction is None) == (heldout_tokens is None):
             raise ValueError("give heldout_fraction or heldout_tokens")
         if heldout_fraction is not None and not 0 < heldout_fraction < 1:
             raise UserError(f"the held-out share is {heldout_fraction}: it must be above 0 and below 1")
+        total = len(self.tokens)
         budget = math.ceil(total * heldout_fraction) if heldout_fraction is not None else int(heldout_tokens or 0)
         if not 2 <= budget <= total - 2:
-            raise UserError(f"{self.path} has {total:,} tokens: {budget:,} of them cannot be held out; give more text or another share")
+            raise UserError(f"{self.path} has {total:,} tokens, of which {budget:,} cannot be held out: give more text or another share")
         lengths = np.diff(self.offsets)
         order = np.argsort(self.hashes, kind="stable")
         _, firsts, copies = np.unique(self.hashes[order], return_index=True, return_counts=True)
@@ -200,68 +209,76 @@ class TokenFile:
         chosen = np.zeros(self.documents, bool)
         taken = 0
         for first, count, size in zip(firsts.tolist(), copies.tolist(), sizes.tolist(), strict=True):
-            if taken + size <= budget and size >= 2:
+            if taken + size <= budget:
                 chosen[order[first : first + count]] = True
                 taken += size
-        starts, ends = self.offsets[:-1], self.offsets[1:]
-        if taken:
-            return self._part("train", starts[~chosen], ends[~chosen]), self._part("heldout", starts[chosen], ends[chosen])
+        starts, ends = self.offsets[:-1], self.offsets[1:].copy()
+        heldout_starts, heldout_ends = starts[chosen], ends[chosen]
+        rest = budget - taken
         single = order[firsts[copies == 1]]
-        single = single[lengths[single] >= budget + 2]
-        if not len(single):
-            raise UserError(f"{self.path} cannot be divided: no document, and no end of one, makes {budget:,} tokens to hold out; give more text")
-        document = single[0]
-        cut = ends[document] - budget
-        train_ends = ends.copy()
-        train_ends[document] = cut
-        # The first held-out token is predicted too, from the last one of the training part.
-        return self._part("train", starts, train_ends), self._part("heldout", np.array([cut - 1]), np.array([ends[document]]))
+        single = single[~chosen[single] & (lengths[single] >= rest + 2)]
+        if taken < budget / 2 and len(single):
+            document = single[0]
+            # The first token of the end is predicted too, from the last one of what stays.
+            heldout_starts = np.append(heldout_starts, ends[document] - rest - 1)
+            heldout_ends = np.append(heldout_ends, ends[document])
+            ends[document] -= rest
+        parts = self._part("train", starts[~chosen], ends[~chosen]), self._part("heldout", heldout_starts, heldout_ends)
+        if not all(part.predictions for part in parts):
+            raise UserError(
+                f"{self.path} cannot be divided: it has {_count(self.documents, 'document')}, {len(firsts):,} of them different, and "
+                f"{budget:,} of its {total:,} tokens are to be held out: give more text or another share"
+            )
+        return parts
 
     def _part(self, name: str, starts: Ints, ends: Ints) -> Part:
         useful = ends - starts >= 2
         return Part(self, name, starts[useful], ends[useful])
 
 
-def encode_corpus(documents: Iterable[Document], tokenizer: Tokenizer, path: str | Path, *, batch_bytes: int = 1 << 22) -> TokenFile:
-    """Encode `documents` and write them to `path`. A few megabytes of text are held at a time. Raises UserError as `TokenFile.write` does."""
-    return TokenFile.write(path, _grouped(_encoded(documents, tokenizer, batch_bytes)), tokenizer)
+def encode_corpus(documents: Iterable[Document], tokenizer: Tokenizer, path: str | Path) -> TokenFile:
+    """Encode `documents` and write them to `path`, a few megabytes of text at a time. Raises UserError as `TokenFile.write` does."""
+    return TokenFile.write_parts(path, _joined(_encoded(documents, tokenizer)), tokenizer)
 
 
-def _encoded(documents: Iterable[Document], tokenizer: Tokenizer, batch_bytes: int) -> Iterator[tuple[bool, list[int]]]:
-    batch: list[Document] = []
+def _encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[bool, list[int]]]:
+    """For each document whether it continues the one before, and its ids."""
+    group: list[Document] = []
     size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text)
-        if size >= batch_bytes:
-            yield from zip((one.continues for one in batch), tokenizer.encode_batch([one.text for one in batch]), strict=True)
-            batch, size = [], 0
-    yield from zip((one.continues for one in batch), tokenizer.encode_batch([one.text for one in batch]), strict=True)
+    for document in chain(documents, [None]):
+        if document is not None:
+            group.append(document)
+            size += len(document.text)
+        if document is None or size >= _GROUP:
+            yield from zip([one.continues for one in group], tokenizer.encode_batch([one.text for one in group]), strict=True)
+            group, size = [], 0
 
 
-def _grouped(parts: Iterator[tuple[bool, list[int]]]) -> Iterator[Iterator[list[int]]]:
-    """Parts of a document together, without holding them."""
-    pending = next(parts, None)
+def _joined(parts: Iterator[tuple[bool, list[int]]]) -> Iterator[Iterator[list[int]]]:
+    """Each document as an iterator over its parts. One must be read to its end before the next is asked for."""
+    following = next(parts, None)
 
-    def rest() -> Iterator[list[int]]:
-        nonlocal pending
-        assert pending is not None
-        yield pending[1]
-        for pending in parts:
-            if not pending[0]:
-                return
-            yield pending[1]
-        pending = None
+    def document() -> Iterator[list[int]]:
+        nonlocal following
+        assert following is not None
+        yield following[1]
+        while (following := next(parts, None)) and following[0]:
+            yield following[1]
 
-    while pending is not None:
-        yield rest()
+    while following is not None:
+        yield document()
 
 
-def _checked(ids: Sequence[int], vocab_size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+def _checked(ids: Sequence[int], vocab_size: int) -> Ints:
     array = np.asarray(ids, np.int64)
-    if len(array) and not (0 <= array.min() and array.max() < vocab_size):
-        raise UserError(f"a document holds token id {array.max() if array.min() >= 0 else array.min()}, outside the vocabulary of {vocab_size}")
-    return array.astype(dtype)
+    wrong = array[(array < 0) | (array >= vocab_size)]
+    if len(wrong):
+        raise UserError(f"a document holds the token id {wrong[0]}, outside the vocabulary of {vocab_size:,}")
+    return array
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _header(data: bytes, path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from openk3.errors import UserError
 from openk3.text.byte_level import CHARACTERS, byte_string
 from openk3.text.files import write_atomic
-from openk3.text.tokenizer_json import check, fingerprint, read
+from openk3.text.tokenizer_json import check, fingerprint, read, unused
 
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"
@@ -31,6 +31,7 @@ SETTINGS_FILE = "tokenizer_config.json"
 BOS, EOS, PAD = "[BOS]", "[EOS]", "[PAD]"
 CONTROL_TOKENS = (BOS, EOS, PAD, "<|open|>", "<|sep|>", "<|close|>", "<|end_of_msg|>")
 """The last ids of a vocabulary, in this order. The last four are the marks of the chat format (XTML, Kimi K3 report App. F)."""
+_ROLES = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
 
 SPLIT = "|".join(
     (
@@ -44,52 +45,57 @@ SPLIT = "|".join(
 )
 """Tokens never cross these borders. Repeats are bounded, so that time is linear in the length of any text."""
 
+BORDERS = {
+    "type": "Sequence",
+    "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    ],
+}
+"""SPLIT, then bytes, as tokenizer.json has it."""
+
 LONGEST_TOKEN = 32
 """In bytes. Longer ones would be rulers and the like, of no use outside the text they come from."""
 
 PIECE = 1 << 18
-"""Characters. A longer text is encoded in pieces, at once on several threads. Pieces end where a token always ends."""
+"""Characters. A longer text is encoded in pieces, on several threads at once. Pieces end where a token of SPLIT always ends."""
 
 _PIECE_END = re.compile(r"\n(?=\S)")
 
 
 class Tokenizer:
-    """A byte-level BPE vocabulary. Ids 0 to 255 are the bytes in those that `train` makes."""
+    """A byte-level BPE vocabulary. In those that `train` makes, ids 0 to 255 are the bytes."""
 
     def __init__(self, content: Mapping[str, Any], settings: Mapping[str, Any] | None = None, *, source: str = "the tokenizer") -> None:
         """From the content of a tokenizer.json and of the tokenizer_config.json beside it.
 
         Raises UserError, naming `source`, when they do not describe a byte-level BPE tokenizer.
         """
-        settings = settings or {}
         self._content = dict(content)
         self._tokens = check(self._content, source)
-        self._special_ids = {token["content"]: int(token["id"]) for token in self._content["added_tokens"]}
+        self._special_ids: dict[str, int] = {token["content"]: token["id"] for token in self._content["added_tokens"]}
+        self._controls = frozenset(self._special_ids.values())
+        self._roles = {role: self._role(role, name, settings or {}, source) for role, name in _ROLES.items()}
+        names = sorted(self._special_ids, key=len, reverse=True)
+        self._special_pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
         # The library looks for added tokens in every text; an encoder without them cannot be talked into one.
+        plain = self._content | {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
         try:
-            self._encoder = tokenizers.Tokenizer.from_str(json.dumps(self._content | {"added_tokens": [], "post_processor": None}))
+            self._encoder = tokenizers.Tokenizer.from_str(json.dumps(plain))
         except Exception as error:
-            raise UserError(f"{source} is not a tokenizer that can be read: {error}") from error
-        self._ends = {}
-        for role, name in (("bos_token", BOS), ("eos_token", EOS), ("pad_token", PAD)):
-            stated = settings.get(role, name if name in self._special_ids else None)
-            stated = stated.get("content") if isinstance(stated, Mapping) else stated
-            if stated is not None and stated not in self._special_ids:
-                raise UserError(f"{source}: {role} is {stated!r}, which is not one of its control tokens")
-            self._ends[role] = None if stated is None else self._special_ids[stated]
-        self._reserved = int(settings.get("reserved_tokens", 0))
-        self._special_pattern = re.compile("|".join(re.escape(name) for name in sorted(self._special_ids, key=len, reverse=True)) or r"(?!)")
+            raise UserError(f"{source} is damaged: {error}") from error
+        self._in_pieces = self._content["pre_tokenizer"] == BORDERS
 
     @staticmethod
     def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """A vocabulary of exactly `vocab_size` tokens for texts like `texts`, which is read once. Equal texts give an equal tokenizer.
 
-        A text too small for that many merges leaves ids over: `reserved` tells how many. They are never used.
+        A text too small for that many merges leaves ids over that are never used; `reserved` tells how many.
         Raises UserError when `vocab_size` is too small to hold the bytes and the control tokens, or when there is no text.
         """
         least = len(CHARACTERS) + len(CONTROL_TOKENS)
         if vocab_size < least:
-            raise UserError(f"a vocabulary of {vocab_size} tokens is too small: 256 bytes and {len(CONTROL_TOKENS)} control tokens need {least}")
+            raise UserError(f"a vocabulary of {vocab_size} tokens is too small: bytes and control tokens alone are {least}")
         trained = tokenizers.Tokenizer(models.BPE())
         trained.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -102,21 +108,17 @@ class Tokenizer:
             max_token_length=LONGEST_TOKEN,
             show_progress=False,
         )
-        counter = _Counter(texts)
-        trained.train_from_iterator(counter, trainer)
-        if not counter.characters:
+        read_texts = _Texts(texts)
+        trained.train_from_iterator(read_texts, trainer)
+        if not read_texts.characters:
             raise UserError("there is no text to train a tokenizer on")
-        content = json.loads(trained.to_str())
-        tokens = dict.fromkeys(CHARACTERS)
-        tokens.update(dict.fromkeys("".join(merge) for merge in content["model"]["merges"]))
-        reserved = vocab_size - len(CONTROL_TOKENS) - len(tokens)
-        tokens.update(dict.fromkeys(f"<|reserved_{n}|>" for n in range(reserved)))
+        content = json.loads(trained.to_str()) | {"pre_tokenizer": BORDERS}
+        # Two merges may lead to the same token.
+        tokens = list(dict.fromkeys([*CHARACTERS, *("".join(merge) for merge in content["model"]["merges"])]))
+        tokens += [f"<|reserved_{n}|>" for n in range(vocab_size - len(CONTROL_TOKENS) - len(tokens))]
         content["model"]["vocab"] = {token: n for n, token in enumerate(tokens)}
-        content["added_tokens"] = [
-            {"id": len(tokens) + n, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-            for n, name in enumerate(CONTROL_TOKENS)
-        ]
-        return Tokenizer(content, {"reserved_tokens": reserved})
+        content["added_tokens"] = [_control(name, len(tokens) + n) for n, name in enumerate(CONTROL_TOKENS)]
+        return Tokenizer(content)
 
     @staticmethod
     def load(path: str | Path) -> Tokenizer:
@@ -136,18 +138,18 @@ class Tokenizer:
         return tokenizer
 
     def save(self, directory: str | Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json into `directory`, each whole or not at all. Other tools read them too."""
-        names = {role: next(name for name, n in self._special_ids.items() if n == token) for role, token in self._ends.items() if token is not None}
+        """Write tokenizer.json and tokenizer_config.json into `directory`, each whole or not at all. Other tools read them too.
+
+        Raises UserError when the file system refuses.
+        """
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            **names,
+            **{role: self._tokens[token] for role, token in self._roles.items() if token is not None},
             "clean_up_tokenization_spaces": False,
-            "reserved_tokens": self.reserved,
             "fingerprint": self.fingerprint,
         }
-        directory = Path(directory)
-        write_atomic(directory / TOKENIZER_FILE, _dump(self._content))
-        write_atomic(directory / SETTINGS_FILE, _dump(settings))
+        write_atomic(Path(directory, TOKENIZER_FILE), _dump(self._content))
+        write_atomic(Path(directory, SETTINGS_FILE), _dump(settings))
 
     @property
     def vocab_size(self) -> int:
@@ -157,27 +159,27 @@ class Tokenizer:
     @property
     def bos_id(self) -> int | None:
         """Begins a document. None where a tokenizer from elsewhere has none."""
-        return self._ends["bos_token"]
+        return self._roles["bos_token"]
 
     @property
     def eos_id(self) -> int | None:
-        """Ends a document."""
-        return self._ends["eos_token"]
+        """Ends a document. None where a tokenizer from elsewhere has none."""
+        return self._roles["eos_token"]
 
     @property
     def pad_id(self) -> int | None:
-        """Stands for nothing. Here for other tools' sake: no batch of openk3 is padded."""
-        return self._ends["pad_token"]
+        """Stands for nothing, and is there for other tools' sake: no batch of openk3 is padded."""
+        return self._roles["pad_token"]
 
     @property
     def special_ids(self) -> Mapping[str, int]:
         """The control tokens, name -> id."""
         return MappingProxyType(self._special_ids)
 
-    @property
+    @cached_property
     def reserved(self) -> int:
         """How many ids stand for nothing, because the text it was trained on had no more merges to offer."""
-        return self._reserved
+        return unused(self._content)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -187,16 +189,12 @@ class Tokenizer:
     @cached_property
     def token_bytes(self) -> tuple[bytes, ...]:
         """For each id its bytes. A control token's are its name, so that it can be seen."""
-        special = set(self._special_ids.values())
-        return tuple(
-            token.encode() if n in special else byte_string(token) for n, token in enumerate(self._tokens)
-        )
+        return tuple(token.encode() if n in self._controls else byte_string(token) for n, token in enumerate(self._tokens))
 
     @cached_property
     def text_lengths(self) -> tuple[int, ...]:
         """For each id the number of bytes of text that it stands for; 0 for control tokens."""
-        special = set(self._special_ids.values())
-        return tuple(0 if n in special else len(token) for n, token in enumerate(self.token_bytes))
+        return tuple(0 if n in self._controls else len(token) for n, token in enumerate(self.token_bytes))
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
         """The ids of `text`. What looks like a control token in it is plain text, unless `allow_special`.
@@ -208,29 +206,31 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], allow_special: bool = False) -> list[list[int]]:
         """`encode` of each text, on all threads (or on RAYON_NUM_THREADS)."""
         pieces: list[str] = []
-        plan: list[list[int | range]] = []
+        plans: list[list[int | range]] = []
         for text in texts:
-            parts: list[int | range] = []
+            plan: list[int | range] = []
             for part in self._parts(text) if allow_special else (text,):
                 if isinstance(part, int):
-                    parts.append(part)
+                    plan.append(part)
                 else:
                     start = len(pieces)
-                    pieces.extend(_pieces(part))
-                    parts.append(range(start, len(pieces)))
-            plan.append(parts)
+                    pieces += _pieces(part) if self._in_pieces else (part,)
+                    plan.append(range(start, len(pieces)))
+            plans.append(plan)
         try:
             encodings = self._encoder.encode_batch_fast(pieces, add_special_tokens=False)
-        except (UnicodeEncodeError, TypeError):
-            raise _not_text(texts) from None
+        except TypeError:
+            for text in texts:
+                _check_text(text)
+            raise
         result = []
-        for parts in plan:
+        for plan in plans:
             ids: list[int] = []
-            for part in parts:
-                if isinstance(part, int):
-                    ids.append(part)
+            for item in plan:
+                if isinstance(item, int):
+                    ids.append(item)
                 else:
-                    for n in part:
+                    for n in item:
                         ids += encodings[n].ids
             result.append(ids)
         return result
@@ -246,9 +246,10 @@ class Tokenizer:
         """The bytes of one id. Raises ValueError for an id outside the vocabulary."""
         if not 0 <= token < len(self._tokens):
             raise ValueError(f"token id {token} is not in this vocabulary of {len(self._tokens)}")
-        return b"" if skip_special and token in self._special_ids.values() else self.token_bytes[token]
+        return b"" if skip_special and token in self._controls else self.token_bytes[token]
 
-    def _parts(self, text: str) -> Iterable[str | int]:
+    def _parts(self, text: str) -> Iterator[str | int]:
+        """`text` with its control tokens as ids."""
         start = 0
         for found in self._special_pattern.finditer(text):
             if found.start() > start:
@@ -258,39 +259,51 @@ class Tokenizer:
         if start < len(text):
             yield text[start:]
 
+    def _role(self, role: str, name: str, settings: Mapping[str, Any], source: str) -> int | None:
+        stated = settings.get(role, name if name in self._special_ids else None)
+        if isinstance(stated, Mapping):
+            stated = stated.get("content")
+        if stated is None:
+            return None
+        if not isinstance(stated, str) or stated not in self._special_ids:
+            raise UserError(f"{source}: its {role} is {stated!r}, which is not one of its control tokens")
+        return self._special_ids[stated]
 
-class _Counter:
-    """Passes texts on and counts what came by."""
+
+class _Texts:
+    """Passes texts on to be trained on, and counts what came by."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = texts
         self.characters = 0
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         for text in self._texts:
+            _check_text(text)
             self.characters += len(text)
             yield from _pieces(text)
 
 
-def _pieces(text: str) -> Iterable[str]:
-    """`text` in pieces of about PIECE characters whose tokens are those of the whole text."""
+def _control(name: str, number: int) -> dict[str, Any]:
+    options = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": name, **options, "special": True}
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """`text` in pieces of about PIECE characters, whose tokens under SPLIT are those of the whole text."""
     start = 0
-    while len(text) - start > PIECE:
-        end = _PIECE_END.search(text, start + PIECE)
-        if end is None:
-            break
+    while len(text) - start > PIECE and (end := _PIECE_END.search(text, start + PIECE)):
         yield text[start : end.end()]
         start = end.end()
     yield text[start:]
 
 
-def _not_text(texts: Sequence[str]) -> UserError:
-    for text in texts:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            return UserError(f"character {error.start} of the text is {ascii(text[error.start])}, half a surrogate pair: that is no Unicode text")
-    return UserError("the text is not Unicode text")
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise UserError(f"character {error.start:,} of the text is {half}, half of a surrogate pair: that is no Unicode text") from None
 
 
 def _dump(content: Mapping[str, Any]) -> bytes:

@@ -26,7 +26,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def check(content: Mapping[str, Any], source: str) -> list[str]:
-    """The tokens, by id. Raises UserError, naming `source`, unless `content` describes a byte-level BPE tokenizer without gaps in its ids."""
+    """The tokens, by id. Raises UserError, naming `source`, unless `content` is a byte-level BPE tokenizer without gaps in its ids."""
 
     def need(condition: bool, problem: str) -> None:
         if not condition:
@@ -42,7 +42,8 @@ def check(content: Mapping[str, Any], source: str) -> list[str]:
     assert isinstance(vocab, dict) and isinstance(merges, list) and isinstance(added, list)
     need(_is_byte_level(content.get("decoder")), "it does not decode bytes (no ByteLevel decoder)")
     need(_is_byte_level(content.get("pre_tokenizer")), "it does not encode bytes (no ByteLevel pre_tokenizer)")
-    need(content.get("normalizer") is None, "it changes the text before encoding it (a normalizer), so that text would not come back as it was")
+    need(content.get("normalizer") is None, "its normalizer changes the text, which would not come back as it was")
+    need(not model.get("dropout"), "it encodes at random (dropout)")
     names: dict[int, str] = {}
     for token, number in vocab.items():
         need(type(number) is int and number not in names, f"the id of token {token!r} is {number!r}")
@@ -54,11 +55,12 @@ def check(content: Mapping[str, Any], source: str) -> list[str]:
     need(sorted(names) == list(range(len(names))), f"its {len(names)} ids are not 0 to {len(names) - 1}")
     special = {token["id"] for token in added}
     for number, token in names.items():
-        need(number in special or bool(token) and all(character in BYTE_OF for character in token), f"token {token!r} is not a string of bytes")
+        of_bytes = bool(token) and all(character in BYTE_OF for character in token)
+        need(number in special or of_bytes, f"token {token!r} is not a string of bytes")
     absent = [BYTE_OF[character] for character in CHARACTERS if character not in vocab]
     need(not absent, f"there is no token for byte {absent[0] if absent else 0}")
     for merge in merges:
-        pair = merge.split(" ") if isinstance(merge, str) else merge
+        pair = _halves(merge)
         good = isinstance(pair, list) and len(pair) == 2 and all(isinstance(half, str) and half in vocab for half in pair)
         need(good and pair[0] + pair[1] in vocab, f"merge {merge!r} does not join two tokens into a third")
     return [names[number] for number in range(len(names))]
@@ -67,10 +69,26 @@ def check(content: Mapping[str, Any], source: str) -> list[str]:
 def fingerprint(content: Mapping[str, Any]) -> str:
     """SHA-256 (hex) of all that decides which ids a text gets: vocabulary, merges, borders, control tokens."""
     model = content["model"]
-    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     added = sorted((token["id"], token["content"]) for token in content["added_tokens"])
-    canonical = [sorted(model["vocab"].items(), key=lambda item: item[1]), merges, content.get("pre_tokenizer"), added]
+    # Options that are off are left out: another version of the library may write more of them.
+    options = {name: value for name, value in model.items() if name not in ("vocab", "merges") and value}
+    vocab = sorted(model["vocab"].items(), key=lambda item: item[1])
+    canonical = [vocab, [_halves(merge) for merge in model["merges"]], options, content.get("pre_tokenizer"), added]
     return hashlib.sha256(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def unused(content: Mapping[str, Any]) -> int:
+    """How many tokens of the model no text can lead to: no byte, and no merge makes them."""
+    model = content["model"]
+    if model.get("ignore_merges"):
+        return 0
+    made = {"".join(_halves(merge)) for merge in model["merges"]}
+    return sum(len(token) > 1 and token not in made for token in model["vocab"])
+
+
+def _halves(merge: Any) -> Any:
+    """The two tokens of a merge; older files write them as one string."""
+    return merge.split(" ") if isinstance(merge, str) else merge
 
 
 def _is_byte_level(part: object) -> bool:
