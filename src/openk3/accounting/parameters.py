@@ -57,7 +57,7 @@ class Parameter:
 
     @property
     def muon(self) -> bool:
-        """Whether Muon moves it: every matrix between features. The rows of the router and of KDA's write strength are readouts of their own."""
+        """Whether Muon moves it: every matrix between features. A row of the router or of `beta_proj` is a readout of its own."""
         return self.kind == "experts" or (self.kind == "matrix" and not self.name.endswith(("router.weight", "beta_proj.weight")))
 
 

@@ -82,7 +82,7 @@ def saved_by_moe(config: ModelConfig) -> Saved:
 
 
 def saved_by_layer(config: ModelConfig, layer: int, sequence_length: int | None = None) -> Saved:
-    """One decoder layer. Each of its two halves keeps its input, before the norm and after; with attention residuals the running sum too."""
+    """One decoder layer. Each half keeps its input, before the norm and after; with attention residuals the running sum too."""
     reads = Saved(stream=2 * config.hidden_size * (2 if config.attn_res_block_size is not None else 1), product=2 * config.hidden_size)
     mixer = saved_by_mla(config) if config.is_mla(layer) else saved_by_kda(config, sequence_length)
     mlp = saved_by_moe(config) if config.is_moe(layer) else saved_by_mlp(config.intermediate_size)
@@ -99,7 +99,7 @@ def activation_bytes(
 ) -> int:
     """Bytes kept for the backward pass of one micro-batch of `tokens` tokens, at the moment when most is held.
 
-    With `recompute` "layer" or "block" the running sum at the start of each layer or block is kept, and one of them at a time is made again.
+    With `recompute` "layer" or "block" the running sum at the start of each layer or block is kept, and one at a time is made again.
     """
     stream = tokens * config.hidden_size * _FP32
     layers = [tokens * saved_by_layer(config, layer, sequence_length).bytes(precision) for layer in range(config.num_layers)]
