@@ -74,7 +74,7 @@ class GluActivation:
                 gated = torch.div(g, self.beta).tanh_().mul_(self.beta).mul_(torch.sigmoid(g))
                 if self.linear_beta is not None:
                     u = torch.div(u, self.linear_beta).tanh_().mul_(self.linear_beta)
-            torch.mul(gated, u, out=out_PF[rows]) if out_PF.dtype == acc else out_PF[rows].copy_(gated.mul_(u))
+            out_PF[rows] = gated.mul_(u)
 
     def gradients_into(
         self, grad_PF: Tensor, gate_PF: Tensor, up_PF: Tensor, dgate_PF: Tensor, dup_PF: Tensor, value_PF: Tensor | None = None
@@ -86,19 +86,18 @@ class GluActivation:
         acc = accumulation_dtype(gate_PF, up_PF)
         for rows in _row_blocks(gate_PF):
             g, u, dy = gate_PF[rows].to(acc), up_PF[rows].to(acc), grad_PF[rows].to(acc)
-            dgate, dup, value = (self._swiglu_gradients if self.name == "silu" else self._situ_gradients)(dy, g, u, value_PF is not None)
+            dgate, dup, gated, bounded = self._swiglu_gradients(dy, g, u) if self.name == "silu" else self._situ_gradients(dy, g, u)
+            if value_PF is not None:
+                value_PF[rows] = gated.mul_(bounded)
             dgate_PF[rows] = dgate
             dup_PF[rows] = dup
-            if value_PF is not None:
-                value_PF[rows] = value
 
     @staticmethod
-    def _swiglu_gradients(dy: Tensor, g: Tensor, u: Tensor, want_value: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _swiglu_gradients(dy: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         gated = torch.nn.functional.silu(g)
-        dgate = torch.ops.aten.silu_backward(dy * u, g)
-        return dgate, dy * gated, gated.mul_(u) if want_value else None
+        return torch.ops.aten.silu_backward(dy * u, g), dy * gated, gated, u
 
-    def _situ_gradients(self, dy: Tensor, g: Tensor, u: Tensor, want_value: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _situ_gradients(self, dy: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tanh, sigmoid = torch.div(g, self.beta).tanh_(), torch.sigmoid(g)
         gated = (tanh * sigmoid).mul_(self.beta)
         if self.linear_beta is None:
@@ -108,10 +107,10 @@ class GluActivation:
             dup = torch.ops.aten.tanh_backward(dy * gated, bounded)
             bounded.mul_(self.linear_beta)
         dgated = dy * bounded
-        # β's cancel: d(β tanh(g/β) σ) = (1 − tanh²) σ dg + β tanh σ (1 − σ) dg
+        # d(β tanh(g/β) σ(g)) / dg = (1 − tanh²) σ + β tanh · σ (1 − σ)
         dgate = torch.ops.aten.tanh_backward(dgated * sigmoid, tanh)
         dgate.add_(torch.ops.aten.sigmoid_backward(dgated.mul_(tanh), sigmoid), alpha=self.beta)
-        return dgate, dup, gated.mul_(bounded) if want_value else None
+        return dgate, dup, gated, bounded
 
     def _reference(self, gate: Tensor, up: Tensor) -> Tensor:
         return swiglu_reference(gate, up) if self.name == "silu" else situ_glu_reference(gate, up, self.beta, self.linear_beta)
@@ -147,4 +146,3 @@ def _row_blocks(x_PF: Tensor) -> Iterator[slice]:
     rows = max(1, _BLOCK // max(1, x_PF.shape[1]))
     for first in range(0, x_PF.shape[0], rows):
         yield slice(first, first + rows)
-

@@ -56,9 +56,9 @@ def causal_attention_reference(q: Tensor, k: Tensor, v: Tensor, segments: Segmen
 def absorbed_attention(q: Tensor, latents: Sequence[Tensor], segments: Segments, rank: int, scale: float) -> Tensor:
     """Attention over latents that all heads share: each latent is a key, and its first `rank` numbers are its value.
 
-    `q [T, H, R + r]` and, for sequence n, `latents[n] [S_n, R + r]` give `[T, H, R]` in `q.dtype`. Sequence n's new tokens are the last of its
-    latents and causal among themselves. A sequence's result does not depend, to the bit, on the others in the call. Latents are not copied
-    unless their dtype is narrower than q's.
+    `q [T, H, R + r]` and, for sequence n, `latents[n] [S_n, R + r]` give `[T, H, R]` in `q.dtype`. Sequence n's new tokens are the last of
+    its latents and causal among themselves. A sequence's result does not depend, to the bit, on the others in the call. Latents are
+    copied only where their dtype is narrower than q's.
 
     Raises ValueError for shapes that do not fit each other.
     """
@@ -94,7 +94,7 @@ def _absorbed(q_THC: Tensor, latent_SC: Tensor, rank: int, scale: float) -> Tens
 
 def _check_causal(q: Tensor, k: Tensor, v: Tensor, segments: Segments, context: Segments) -> None:
     if q.shape[1:] != k.shape[1:] or k.shape[:2] != v.shape[:2] or q.dtype != k.dtype or k.dtype != v.dtype:
-        raise ValueError(f"queries {tuple(q.shape)} {q.dtype}, keys {tuple(k.shape)} {k.dtype} and values {tuple(v.shape)} {v.dtype} do not fit")
+        raise ValueError(f"q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype} and v {tuple(v.shape)} {v.dtype} do not fit")
     segments.check(q.shape[0])
     context.check(k.shape[0])
     if segments.count != context.count:

@@ -25,9 +25,9 @@ _ROW_TILE = 8
 def expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, activation: GluActivation) -> Tensor:
     """`Σ_j weights_j · w2[e_j] act(w13[e_j] x)` for each token's experts `e = ids`.
 
-    `x [T, L]`, `ids [T, k]` int64, `weights [T, k]`, `w13 [E, 2F, L]` (gate rows, then up rows), `w2 [E, L, F]` give `[T, L]`. Each expert's
-    output is in `x.dtype`, the weighted sum in fp32 is cast back. Differentiable in x, weights, w13 and w2; the backward computes the
-    hidden activations again. Experts without a token get zero gradients.
+    `x [T, L]`, `ids [T, k]` int64, `weights [T, k]`, `w13 [E, 2F, L]` (gate rows, then up rows), `w2 [E, L, F]` give `[T, L]`. Each
+    expert's output is in `x.dtype`, the weighted sum in fp32 is cast back. Differentiable in x, weights, w13 and w2; the backward computes
+    the hidden activations again. Experts without a token get zero gradients.
 
     Raises ValueError for shapes that do not fit each other or an id outside 0…E−1.
     """
