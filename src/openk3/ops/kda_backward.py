@@ -21,7 +21,7 @@ from torch import Tensor
 
 from openk3.ops.kda_chunk import Inputs, Kept, members
 from openk3.ops.kda_plan import TILE, Band, Group, Plan, Step
-from openk3.ops.kda_tiles import Tiles, diagonal_blocks, halves, make_tiles, suffix_sums_, unit_lower_inverse
+from openk3.ops.kda_tiles import Tiles, clear_future_, halves, make_tiles, score_blocks, suffix_sums_, tile_blocks, unit_lower_inverse
 
 
 class Gradients:
@@ -72,109 +72,102 @@ def _group_backward(
 ) -> Tensor | None:
     """Fill in the gradients of a group's tokens; takes and returns the gradient of the states after and before the group."""
     H = x.q.shape[1]
-    q, k, g, beta, dout, error = (group.gather(t, x.dtype) for t in (x.q, x.k, x.g, x.beta, do, kept.errors))
-    n, _, C, V = dout.shape
+    q, k, g, beta, do, error = (group.gather(t, x.dtype) for t in (x.q, x.k, x.g, x.beta, do, kept.errors))
+    n, _, C, V = do.shape
     M, K = n * H, x.q.shape[2]
     tiles = make_tiles(q, k, g, factored=x.factored, keep=True)
+    rows, A, B = tiles.rows.view(M, 2 * C, K), tiles.scores[:, :, 0], tiles.scores[:, :, 1]
     beta = beta.reshape(M, C)
-    inverse = unit_lower_inverse(tiles.B * beta[:, :, None])
-    dout = (dout * x.scale).reshape(M, C, V)
+    inverse = unit_lower_inverse(B * beta[:, :, None])
     error = error.reshape(M, C, V)
     write = error * beta[:, :, None]
-    dwrite = torch.bmm(tiles.A.mT, dout)
-    dmissing, dv = torch.empty_like(dwrite), torch.empty_like(dwrite)
-    drows_q, drows_k, dends_k = (torch.empty_like(tiles.rows_q) for _ in range(3))
-    dend = torch.zeros_like(tiles.decay)
+    # Beside each other as the rows of q and k are: the gradient of scale·o, and that of -V.
+    outward = q.new_empty((M, C, 2, V))
+    torch.mul(do, x.scale, out=outward.view(n, H, C, 2, V)[:, :, :, 0])
+    dwrite = torch.bmm(A.mT, outward[:, :, 0])
+    dmissing = torch.empty_like(dwrite)
+    drows = q.new_empty((M, 2 * C, K))
+    dcolumns = q.new_empty((M, C, K))
+    dend = q.new_zeros((M, K))
     for step in reversed(group.steps):
         span = slice(step.start * H, (step.start + step.count) * H)
         after = _incoming(band, step, dstate, dfinal, x)
         if after is None:
-            dends_k[span].zero_()
+            dcolumns[span].zero_()
         else:
-            dwrite[span].baddbmm_(tiles.ends_k[span], after)
-            torch.bmm(write[span], after.mT, out=dends_k[span])
+            dwrite[span].baddbmm_(tiles.columns[span], after)
+            torch.bmm(write[span], after.mT, out=dcolumns[span])
         torch.bmm(inverse[span].mT, dwrite[span], out=dmissing[span])
-        torch.mul(dmissing[span], beta[span, :, None], out=dv[span])
-        before: Tensor | None
-        if step.index:
-            before = kept.states[step.before : step.before + step.count].flatten(0, 1)
-        else:
-            before = None if x.initial_state is None else members(band, x.initial_state).to(x.dtype).flatten(0, 1)
+        torch.mul(dmissing[span], -beta[span, :, None], out=outward[span, :, 1])
+        before = _state_before(x, band, step, kept)
         if before is None:
-            drows_q[span].zero_()
-            drows_k[span].zero_()
+            drows[span].zero_()
             dstate = None
             continue
-        torch.bmm(dout[span], before.mT, out=drows_q[span])
-        torch.baddbmm(drows_k[span], dv[span], before.mT, beta=0, alpha=-1, out=drows_k[span])
+        step_outward = outward[span].view(-1, 2 * C, V)
+        torch.bmm(step_outward, before.mT, out=drows[span])
         if after is None:
-            dstate = torch.bmm(tiles.rows_q[span].mT, dout[span])
+            dstate = torch.bmm(rows[span].mT, step_outward)
         else:
             torch.mul((before * after).sum(-1), tiles.decay[span], out=dend[span])
-            dstate = (after * tiles.decay[span, :, None]).baddbmm_(tiles.rows_q[span].mT, dout[span])
-        dstate.baddbmm_(tiles.rows_k[span].mT, dv[span], alpha=-1)
-    last = (torch.arange(n, device=q.device), slice(None), group.last)
-    direct_k = dends_k.view(n, H, C, K)[last]
-    dends_k.view(n, H, C, K)[last] = 0
-    dend += (tiles.ends_k * dends_k).sum(1)
-    dA = torch.bmm(dout, write.mT)
-    dB = torch.bmm(dv, write.mT).neg_().tril_(-1)
-    group.store(grads.v, dv.view(n, H, C, V))
-    group.store(grads.beta, (dmissing * error).sum(-1).view(n, H, C))
-    _tiles_backward(q, k, tiles, dA, dB, drows_q, drows_k, dends_k, dend, direct_k, group, grads)
+            dstate = (after * tiles.decay[span, :, None]).baddbmm_(rows[span].mT, step_outward)
+    dscores = torch.bmm(outward.view(M, 2 * C, V), write.mT).view(M, C, 2, C)
+    with group.writing(grads.v, x.dtype) as dv:
+        torch.neg(outward.view(n, H, C, 2, V)[:, :, :, 1], out=dv)
+    with group.writing(grads.beta, x.dtype) as dbeta:
+        torch.sum(dmissing.mul_(error).view(n, H, C, V), -1, out=dbeta)
+    _tiles_backward(q, k, tiles, dscores, drows, dcolumns, dend, group, grads)
     return dstate
+
+
+def _state_before(x: Inputs, band: Band, step: Step, kept: Kept) -> Tensor | None:
+    """The state that a step started in, `[count·H, K, V]`; None for zeros."""
+    if step.index:
+        return kept.states[step.before : step.before + step.count].flatten(0, 1)
+    return None if x.initial_state is None else members(band, x.initial_state).to(x.dtype).flatten(0, 1)
 
 
 def _tiles_backward(
     q: Tensor,
     k: Tensor,
     tiles: Tiles,
-    dA: Tensor,
-    dB: Tensor,
-    drows_q: Tensor,
-    drows_k: Tensor,
-    dends_k: Tensor,
+    dscores: Tensor,
+    drows: Tensor,
+    dcolumns: Tensor,
     dend: Tensor,
-    direct_k: Tensor,
     group: Group,
     grads: Gradients,
 ) -> None:
-    """From the gradients of the tiles to those of q, k and g.
-
-    `dend` `[M, K]` is the gradient of the log decay over the whole chunk, `direct_k` `[n, H, K]` that of k of each chunk's last token as
-    it is written to the state.
-    """
+    """From the gradients of the tiles to those of q, k and g; `dend` `[M, K]` is what the state gives to that of the log decay over the chunk."""
     n, H, C, K = q.shape
     M = n * H
-    direct = dA.diagonal(dim1=1, dim2=2).unsqueeze(-1).clone().view(n, H, C, 1)
-    dA.tril_(-1)
+    own = dscores[:, :, 0].diagonal(dim1=1, dim2=2).unsqueeze(-1).clone().view(n, H, C, 1)
+    last = (torch.arange(n, device=q.device), slice(None), group.last)
+    written_last = dcolumns.view(n, H, C, K)[last]
+    dcolumns.view(n, H, C, K)[last] = 0
+    dend += (tiles.columns * dcolumns).sum(1)
     s = C // 2
     for level in reversed(tiles.levels):
-        dA_block = diagonal_blocks(dA, 2 * s)[:, :, s:, :s].reshape(-1, s, s)
-        dB_block = diagonal_blocks(dB, 2 * s)[:, :, s:, :s].reshape(-1, s, s)
-        q_half, k_half, end_half = halves(drows_q, s)[1], halves(drows_k, s)[1], halves(dends_k, s)[0]
-        torch.addcmul(torch.bmm(dA_block, level.columns), q_half, level.first, out=q_half)
-        torch.addcmul(torch.bmm(dB_block, level.columns), k_half, level.first, out=k_half)
-        dcolumns = torch.bmm(dA_block.mT, level.rows_q).baddbmm_(dB_block.mT, level.rows_k)
-        torch.addcmul(dcolumns, end_half, level.second, out=end_half)
+        block = score_blocks(dscores, s).reshape(-1, 2 * s, s)
+        row_half, column_half = halves(drows, 2 * s)[1], halves(dcolumns, s)[0]
+        torch.addcmul(torch.bmm(block, level.columns), row_half, level.first, out=row_half)
+        torch.addcmul(torch.bmm(block.mT, level.rows), column_half, level.second, out=column_half)
         s //= 2
     if tiles.base is not None:
-        assert tiles.tile_decay is not None
-        base_q, base_k, columns = tiles.base
-        dA_tile = diagonal_blocks(dA, TILE).reshape(-1, TILE, TILE)
-        dB_tile = diagonal_blocks(dB, TILE).reshape(-1, TILE, TILE)
-        drows_q.view(-1, TILE, K).baddbmm_(dA_tile, columns)
-        drows_k.view(-1, TILE, K).baddbmm_(dB_tile, columns)
-        dcolumns = dends_k.view(-1, TILE, K).mul_(tiles.tile_decay)
-        dcolumns.baddbmm_(dA_tile.mT, base_q).baddbmm_(dB_tile.mT, base_k)
-        dends_k.div_(tiles.row_decay)
-    dq = drows_q.mul_(tiles.row_decay).view(n, H, C, K)
-    dk_row = drows_k.mul_(tiles.row_decay).view(n, H, C, K)
-    dk_column = dends_k.view(n, H, C, K)
-    dg = torch.mul(q, dq, out=torch.empty_like(dq)).addcmul_(k, dk_row - dk_column).view(M, C, K)
-    suffix_sums_(dg).add_(dend[:, None])
-    group.store(grads.g, dg.view(n, H, C, K))
-    group.store(grads.q, dq.addcmul_(direct, k))
-    dk = dk_row.add_(dk_column).addcmul_(direct, q)
-    dk[torch.arange(n, device=q.device), :, group.last] += direct_k
-    group.store(grads.k, dk)
+        block = clear_future_(tile_blocks(dscores).reshape(-1, 2 * TILE, TILE), keep_own=False)
+        drows.view(-1, 2 * TILE, K).baddbmm_(block, tiles.base.columns)
+        dcolumns.view(-1, TILE, K).mul_(tiles.base.decay).baddbmm_(block.mT, tiles.base.rows)
+        dcolumns.div_(tiles.row_decay)
+    drows.view(M, C, 2, K).mul_(tiles.row_decay[:, :, None])
+    dq, dk_row = drows.view(n, H, C, 2, K).unbind(3)
+    dk_column = dcolumns.view(n, H, C, K)
+    dg = q.new_empty((n, H, C, K))
+    torch.mul(q, dq, out=dg).addcmul_(k, dk_row - dk_column)
+    with group.writing(grads.g, q.dtype) as window:
+        torch.add(suffix_sums_(dg.view(M, C, K)).view(n, H, C, K), dend.view(n, H, 1, K), out=window)
+    with group.writing(grads.q, q.dtype) as window:
+        torch.addcmul(dq, own, k, out=window)
+    dk = dk_column.add_(dk_row)
+    dk[last] += written_last
+    with group.writing(grads.k, q.dtype) as window:
+        torch.addcmul(dk, own, q, out=window)

@@ -79,27 +79,36 @@ def _run_group(
     q, k, v, g, beta = (group.gather(t, x.dtype) for t in (x.q, x.k, x.v, x.g, x.beta))
     n, _, C, V = v.shape
     tiles = make_tiles(q, k, g, factored=x.factored, keep=False)
+    rows, A, B = tiles.rows.view(n * H, 2 * C, -1), tiles.scores[:, :, 0], tiles.scores[:, :, 1]
     beta = beta.reshape(n * H, C)
-    inverse = unit_lower_inverse(tiles.B * beta[:, None, :])
-    missing = v.reshape(n * H, C, V) if v.is_contiguous() else v.contiguous().view(n * H, C, V)
-    if missing.data_ptr() == x.v.data_ptr():
-        missing = missing.clone()
-    error, write, out = (torch.empty_like(missing) for _ in range(3))
-    for step in group.steps:
-        span = slice(step.start * H, (step.start + step.count) * H)
-        if state is not None:
-            missing[span].baddbmm_(tiles.rows_k[span], state, alpha=-1)
-        torch.bmm(inverse[span], missing[span], out=error[span])
-        torch.mul(error[span], beta[span, :, None], out=write[span])
-        if state is None:
-            torch.baddbmm(out[span], tiles.A[span], write[span], beta=0, alpha=x.scale, out=out[span])
-        else:
-            torch.bmm(tiles.rows_q[span], state, out=out[span])
-            out[span].baddbmm_(tiles.A[span], write[span], beta=x.scale, alpha=x.scale)
-        state = _advance(band, step, state, tiles.decay[span], tiles.ends_k[span], write[span], final, kept, scratch)
-    group.store(o, out.view(n, H, C, V))
-    if kept is not None:
-        group.store(kept.errors, error.view(n, H, C, V))
+    inverse = unit_lower_inverse(B * beta[:, None, :])
+    if kept is None:
+        inverse.mul_(beta[:, :, None])
+    missing, write, out = v.new_empty((3, n * H, C, V))
+    error = None if kept is None else torch.empty_like(write)
+    with group.writing(o, x.dtype) as o_window:
+        for step in group.steps:
+            chunks = slice(step.start, step.start + step.count)
+            span = slice(step.start * H, (step.start + step.count) * H)
+            if state is None:
+                missing[span].view(-1, H, C, V).copy_(v[chunks])
+            else:
+                seen = torch.bmm(rows[span], state).view(-1, H, C, 2, V)
+                torch.sub(v[chunks], seen[:, :, :, 1], out=missing[span].view(-1, H, C, V))
+            if error is None:
+                torch.bmm(inverse[span], missing[span], out=write[span])
+            else:
+                torch.bmm(inverse[span], missing[span], out=error[span])
+                torch.mul(error[span], beta[span, :, None], out=write[span])
+            new = torch.baddbmm(out[span], A[span], write[span], beta=0, alpha=x.scale, out=out[span]).view(-1, H, C, V)
+            if state is None:
+                o_window[chunks].copy_(new)
+            else:
+                torch.add(new, seen[:, :, :, 0], alpha=x.scale, out=o_window[chunks])
+            state = _advance(band, step, state, tiles.decay[span], tiles.columns[span], write[span], final, kept, scratch)
+    if kept is not None and error is not None:
+        with group.writing(kept.errors, x.dtype) as window:
+            window.copy_(error.view(n, H, C, V))
     return state
 
 
@@ -108,7 +117,7 @@ def _advance(
     step: Step,
     state: Tensor | None,
     decay: Tensor,
-    ends_k: Tensor,
+    columns: Tensor,
     write: Tensor,
     final: Tensor,
     kept: Kept | None,
@@ -120,8 +129,8 @@ def _advance(
 
     def after(span: slice, out: Tensor) -> Tensor:
         if state is None:
-            return torch.bmm(ends_k[span].mT, write[span], out=out)
-        return torch.mul(state[span], decay[span, :, None], out=out).baddbmm_(ends_k[span].mT, write[span])
+            return torch.bmm(columns[span].mT, write[span], out=out)
+        return torch.mul(state[span], decay[span, :, None], out=out).baddbmm_(columns[span].mT, write[span])
 
     if step.going_on < step.count:
         ended = torch.tensor(band.sequences[step.going_on : step.count], device=final.device)

@@ -9,6 +9,7 @@ Letters: T tokens, H heads, N sequences, C slots of a chunk, n chunks of a group
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -67,14 +68,21 @@ class Group:
                 rows.index_fill_(0, self.free, 0)
         return rows.to(dtype).unflatten(0, (self.chunks, self.width)).transpose(1, 2)
 
-    def store(self, out: Tensor, values: Tensor) -> None:
-        """Write `values` `[n, H, C, …]` to the group's tokens in `out` `[T, H, …]`, in the dtype of `out`."""
+    @contextmanager
+    def writing(self, out: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Where to write the group's tokens of `out` `[T, H, …]`: a `[n, H, C, …]` of the given dtype, a view of `out` where that can be."""
         if self.first is not None:
-            rows = out[self.first : self.first + self.chunks * self.width]
-            rows.unflatten(0, (self.chunks, self.width)).transpose(1, 2).copy_(values)
+            span = out[self.first : self.first + self.chunks * self.width].unflatten(0, (self.chunks, self.width)).transpose(1, 2)
+            if out.dtype == dtype:
+                yield span
+                return
+        window = out.new_empty((self.chunks, self.width, *out.shape[1:]), dtype=dtype)
+        yield window.transpose(1, 2)
+        if self.first is not None:
+            span.copy_(window.transpose(1, 2))
         else:
-            tokens = self.slots.index_select(0, self.used)
-            out.index_copy_(0, tokens, values.transpose(1, 2).flatten(0, 1).index_select(0, self.used).to(out.dtype))
+            rows = window.flatten(0, 1).index_select(0, self.used)
+            out.index_copy_(0, self.slots.index_select(0, self.used), rows.to(out.dtype))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ and a row or column never reads a later token's gate. Blocks double from single 
 Where g >= lower_bound makes a tile's decay representable (16 |lower_bound| <= 80, since exp(80) < 3e38), the blocks start with tiles of 16,
 factored about the tile's start: rows times `F = exp(G - G_start)`, columns times `1 / F` (Kimi K3 report §2.1.1).
 
+The rows of q and of k take part in the same products. They lie interleaved, q of a token, then k of it, so that they are one matrix.
+
 Letters: M = chunks times heads, C chunk, K key width, s half of a block.
 """
 
@@ -35,47 +37,68 @@ def factored_tiles(lower_bound: float | None) -> bool:
 class Level:
     """What scores between the halves of blocks of 2s tokens were made of; P = M·C / 2s blocks.
 
-    `rows_q`, `rows_k` `[P, s, K]`: second halves, decayed from the boundary. `columns` `[P, s, K]`: first halves, decayed to the boundary.
+    `rows` `[P, 2s, K]`: second halves (q and k), decayed from the boundary. `columns` `[P, s, K]`: first halves, decayed to the boundary.
     `first`, `second` `[P, 1, K]`: the decay over each whole half.
     """
 
-    rows_q: Tensor
-    rows_k: Tensor
+    rows: Tensor
     columns: Tensor
     first: Tensor
     second: Tensor
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """`[M, …]`: queries and keys decayed from the chunk's start, keys decayed to its end, the decay over the chunk, and the scores.
+class Base:
+    """Tiles of 16 factored about their start: `rows` `[P, 32, K]`, `columns` `[P, 16, K]`, and the `decay` `[P, 1, K]` over each tile."""
 
-    `A` holds c <= r, `B` c < r; the rest is 0. `levels` (smallest s first), `row_decay` `F` and, for factored tiles, `base` (rows_q, rows_k,
-    columns about the tile's start) and `tile_decay` are kept for the backward alone.
+    rows: Tensor
+    columns: Tensor
+    decay: Tensor
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """All of a group of chunks that does not depend on the state.
+
+    `rows` `[M, C, 2, K]`: q and k decayed from the chunk's start. `columns` `[M, C, K]`: k decayed to its end. `decay` `[M, K]`: over the chunk.
+    `scores` `[M, C, 2, C]`: A (c <= r) and B (c < r), the rest 0. `row_decay` `[M, C, K]`, `levels` (smallest s first) and `base` are what
+    they were made of; the last two are kept for the backward alone.
     """
 
-    rows_q: Tensor
-    rows_k: Tensor
-    ends_k: Tensor
+    rows: Tensor
+    columns: Tensor
     decay: Tensor
-    A: Tensor
-    B: Tensor
+    scores: Tensor
     row_decay: Tensor
-    levels: tuple[Level, ...] = ()
-    base: tuple[Tensor, Tensor, Tensor] | None = None
-    tile_decay: Tensor | None = None
+    levels: tuple[Level, ...]
+    base: Base | None
 
 
 def halves(x: Tensor, s: int) -> tuple[Tensor, Tensor]:
-    """The first and the second half of each block of 2s rows: `[M, C, K]` to two views `[M·C / 2s, s, K]`."""
+    """The first and the second half of each block of 2s rows: `[M, rows, K]` to two views `[M·rows / 2s, s, K]`."""
     blocks = x.view(-1, 2, s, x.shape[-1])
     return blocks[:, 0], blocks[:, 1]
 
 
-def diagonal_blocks(x: Tensor, size: int) -> Tensor:
-    """The blocks on the diagonal: `[M, C, C]` to a view `[M, C / size, size, size]`."""
-    count = x.shape[-1] // size
-    return x.view(-1, count, size, count, size).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+def score_blocks(scores: Tensor, s: int) -> Tensor:
+    """The scores between the halves of each block of 2s tokens: `[M, C, 2, C]` to a view `[M, C / 2s, 2s, s]`."""
+    M, C = scores.shape[:2]
+    blocks = scores.view(M, C // (2 * s), 2, 2 * s, C // (2 * s), 2, s)[:, :, 1, :, :, 0]
+    return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+
+
+def tile_blocks(scores: Tensor) -> Tensor:
+    """The scores inside each tile of 16: `[M, C, 2, C]` to a view `[M, C / 16, 32, 16]`."""
+    M, C = scores.shape[:2]
+    return scores.view(M, C // TILE, 2 * TILE, C // TILE, TILE).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+
+
+def clear_future_(tiles: Tensor, *, keep_own: bool) -> Tensor:
+    """In place: zero where `[P, 32, 16]` tiles have a column later than the row, in k's rows also the token's own column (in q's if not kept)."""
+    row = torch.arange(TILE, device=tiles.device)
+    later = row[None, :] >= row[:, None]
+    future = torch.stack([later.triu(1) if keep_own else later, later], dim=1).view(2 * TILE, TILE)
+    return tiles.masked_fill_(future, 0)
 
 
 def prefix_products_(x: Tensor, size: int) -> Tensor:
@@ -105,64 +128,63 @@ def make_tiles(q: Tensor, k: Tensor, g: Tensor, *, factored: bool, keep: bool) -
     """
     n, H, C, K = q.shape
     M = n * H
-
-    def fresh() -> Tensor:
-        return torch.empty((n, H, C, K), dtype=q.dtype, device=q.device)
-
-    F = torch.exp(g, out=fresh()).view(M, C, K)
+    F, columns = q.new_empty((2, n, H, C, K))
+    rows = q.new_empty((n, H, C, 2, K))
+    scores = q.new_zeros((M, C, 2, C))
+    torch.exp(g, out=F)
     if factored:
-        prefix_products_(F, TILE)
-    wide = F.view(n, H, C, K)
-    rows_q = torch.mul(q, wide, out=fresh()).view(M, C, K)
-    rows_k = torch.mul(k, wide, out=fresh()).view(M, C, K)
-    A, B = (torch.zeros((M, C, C), dtype=q.dtype, device=q.device) for _ in range(2))
-    base = tile_decay = None
+        prefix_products_(F.view(M, C, K), TILE)
+    torch.mul(q, F, out=rows[:, :, :, 0])
+    torch.mul(k, F, out=rows[:, :, :, 1])
+    row_decay, columns, rows = F.view(M, C, K), columns.view(M, C, K), rows.view(M, 2 * C, K)
+    base = None
     if factored:
-        columns = torch.div(k, wide, out=fresh()).view(-1, TILE, K)
-        tile_q, tile_k = rows_q.view(-1, TILE, K), rows_k.view(-1, TILE, K)
-        diagonal_blocks(A, TILE).copy_(torch.bmm(tile_q, columns.mT).tril_().view(M, -1, TILE, TILE))
-        diagonal_blocks(B, TILE).copy_(torch.bmm(tile_k, columns.mT).tril_(-1).view(M, -1, TILE, TILE))
-        decay = F.view(-1, TILE, K)[:, -1:].contiguous()
+        torch.div(k, F, out=columns.view(n, H, C, K))
+        tile_rows, tile_columns = rows.view(-1, 2 * TILE, K), columns.view(-1, TILE, K)
+        decay = row_decay.view(-1, TILE, K)[:, -1:]
+        tiles = clear_future_(torch.bmm(tile_rows, tile_columns.mT), keep_own=True)
+        tile_blocks(scores).copy_(tiles.view(M, -1, 2 * TILE, TILE))
         if keep:
-            base, tile_decay = (tile_q.clone(), tile_k.clone(), columns), decay
-            columns = columns * decay
+            base = Base(tile_rows.clone(), tile_columns, decay)
+            columns = (tile_columns * decay).view(M, C, K)
         else:
-            columns.mul_(decay)
-        ends_k = columns.view(M, C, K)
+            tile_columns.mul_(decay)
         s = TILE
     else:
-        A.diagonal(dim1=1, dim2=2).copy_((q * k).sum(-1).view(M, C))
-        ends_k = fresh().copy_(k).view(M, C, K)
-        decay = F.clone().view(-1, 1, K)
+        scores[:, :, 0].diagonal(dim1=1, dim2=2).copy_((q * k).sum(-1).view(M, C))
+        columns.view(n, H, C, K).copy_(k)
+        decay = row_decay.view(-1, 1, K)
         s = 1
     levels = []
     while s < C:
         first, second = decay.view(-1, 2, 1, K).unbind(1)
-        q_half, k_half, end_half = halves(rows_q, s)[1], halves(rows_k, s)[1], halves(ends_k, s)[0]
-        diagonal_blocks(A, 2 * s)[:, :, s:, :s] = torch.bmm(q_half, end_half.mT).view(M, -1, s, s)
-        diagonal_blocks(B, 2 * s)[:, :, s:, :s] = torch.bmm(k_half, end_half.mT).view(M, -1, s, s)
+        row_half, column_half = halves(rows, 2 * s)[1], halves(columns, s)[0]
+        score_blocks(scores, s).copy_(torch.bmm(row_half, column_half.mT).view(M, -1, 2 * s, s))
         if keep:
-            levels.append(Level(q_half.clone(), k_half.clone(), end_half.clone(), first, second))
-        q_half.mul_(first)
-        k_half.mul_(first)
-        end_half.mul_(second)
+            levels.append(Level(row_half.clone(), column_half.clone(), first, second))
+        row_half.mul_(first)
+        column_half.mul_(second)
         decay = first * second
         s *= 2
-    return Tiles(rows_q, rows_k, ends_k, decay.view(M, K), A, B, F, tuple(levels), base, tile_decay)
+    return Tiles(rows.view(M, C, 2, K), columns, decay.view(M, K), scores, row_decay, tuple(levels), base)
 
 
 def unit_lower_inverse(L: Tensor) -> Tensor:
     """`(I + tril(L, -1))^-1` for `[M, C, C]`, C a multiple of 16: tiles by substitution, then blocks of two joined by products."""
     M, C, _ = L.shape
     inverse = torch.zeros_like(L)
+
+    def blocks(x: Tensor, size: int) -> Tensor:
+        return x.view(M, C // size, size, C // size, size).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+
     identity = torch.eye(TILE, dtype=L.dtype, device=L.device)
-    tiles = torch.linalg.solve_triangular(diagonal_blocks(L, TILE).contiguous(), identity, upper=False, unitriangular=True)
-    diagonal_blocks(inverse, TILE).copy_(tiles)
+    tiles = torch.linalg.solve_triangular(blocks(L, TILE).contiguous(), identity, upper=False, unitriangular=True)
+    blocks(inverse, TILE).copy_(tiles)
     s = TILE
     while s < C:
-        below = diagonal_blocks(L, 2 * s)[:, :, s:, :s].reshape(-1, s, s)
-        blocks = diagonal_blocks(inverse, 2 * s)
-        left, right = blocks[:, :, s:, s:].reshape(-1, s, s), blocks[:, :, :s, :s].reshape(-1, s, s)
-        blocks[:, :, s:, :s] = torch.bmm(torch.bmm(left, below), right).neg_().view(M, -1, s, s)
+        below = blocks(L, 2 * s)[:, :, s:, :s].reshape(-1, s, s)
+        joined = blocks(inverse, 2 * s)
+        left, right = joined[:, :, s:, s:].reshape(-1, s, s), joined[:, :, :s, :s].reshape(-1, s, s)
+        joined[:, :, s:, :s] = torch.bmm(torch.bmm(left, below), right).neg_().view(M, -1, s, s)
         s *= 2
     return inverse
