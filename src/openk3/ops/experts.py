@@ -6,7 +6,7 @@ Letters: T tokens, k chosen, E experts, L width in and out, F inner width, P row
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,40 +15,78 @@ from torch.autograd.function import once_differentiable
 
 from openk3.ops.activation import GluActivation
 from openk3.ops.backend import pick
+from openk3.ops.mx import fake_quantize
 from openk3.ops.precision import accumulation_dtype, exact
+
+ExpertInputs = Literal["none", "mxfp8"]
+"""In what format an expert's matrices read their inputs: as they come, or rounded to MXFP8 in blocks of 32."""
 
 # An expert's rows are padded to a multiple of this. Matrix libraries compute the last rows of a product with other kernels, so without it a
 # row's bits would depend on how many rows stand beside it: a packed document's numbers on its neighbours' routing.
 _ROW_TILE = 8
 
 
-def expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, activation: GluActivation) -> Tensor:
+class Matrices(Protocol):
+    """E matrices, one at a time: a stacked tensor, or something that unpacks."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __getitem__(self, expert: int, /) -> Tensor: ...
+
+
+def expert_mlp(
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, activation: GluActivation, inputs: ExpertInputs = "none"
+) -> Tensor:
     """`Σ_j weights_j · w2[e_j] act(w13[e_j] x)` for each token's experts `e = ids`.
 
     `x [T, L]`, `ids [T, k]` int64, `weights [T, k]`, `w13 [E, 2F, L]` (gate rows, then up rows), `w2 [E, L, F]` give `[T, L]`. Each
     expert's output is in `x.dtype`, the weighted sum in fp32 is cast back. Differentiable in x, weights, w13 and w2; the backward computes
-    the hidden activations again. Experts without a token get zero gradients.
+    the hidden activations again. Experts without a token get zero gradients. `inputs` "mxfp8" rounds what enters each matrix, with a
+    straight-through gradient.
 
     Raises ValueError for shapes that do not fit each other or an id outside 0…E−1.
     """
     _check(x, ids, weights, w13, w2)
     with exact(x):
-        return pick({"reference": expert_mlp_reference, "torch": _ExpertMLP.apply}, x)(x, ids, weights, w13, w2, activation)
+        form = pick({"reference": expert_mlp_reference, "torch": _ExpertMLP.apply}, x)
+        return form(_rounded(x, inputs), ids, weights, w13, w2, activation, inputs)
 
 
-def expert_mlp_reference(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, activation: GluActivation) -> Tensor:
-    """Expert by expert, over the tokens that chose it."""
+@torch.no_grad()
+def expert_mlp_over(
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Matrices, w2: Matrices, activation: GluActivation, inputs: ExpertInputs = "none"
+) -> Tensor:
+    """`expert_mlp` without gradients, over matrices that are fetched one expert at a time; the same code, hence the same bits."""
+    _check(x, ids, weights, w13, w2)
+    with exact(x):
+        return _forward(_rounded(x, inputs), weights, w13, w2, _Layout.of(ids, w13.shape[0]), activation, inputs)
+
+
+def _rounded(x: Tensor, inputs: ExpertInputs) -> Tensor:
+    if inputs not in ("none", "mxfp8"):
+        raise ValueError(f'experts read their inputs as "none" or "mxfp8", not {inputs!r}')
+    return x if inputs == "none" else fake_quantize(x, "mxfp8")
+
+
+def expert_mlp_reference(
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, activation: GluActivation, inputs: ExpertInputs = "none"
+) -> Tensor:
+    """Expert by expert, over the tokens that chose it. `x` is already rounded."""
     acc = accumulation_dtype(x, weights)
     out_TL = torch.zeros(x.shape, dtype=acc, device=x.device)
     for expert in range(w13.shape[0]):
         token, slot = torch.where(ids == expert)
         gate, up = (x[token] @ w13[expert].t()).chunk(2, dim=-1)
-        y = activation(gate, up) @ w2[expert].t()
+        y = _rounded(activation(gate, up), inputs) @ w2[expert].t()
         out_TL = out_TL.index_add(0, token, y.to(acc) * weights[token, slot].to(acc)[:, None])
     return out_TL.to(x.dtype)
 
 
-def _check(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> None:
+def _check(x: Tensor, ids: Tensor, weights: Tensor, w13: Matrices, w2: Matrices) -> None:
     experts, double_width, latent = w13.shape
     if x.shape[1:] != (latent,) or w2.shape != (experts, latent, double_width // 2) or double_width % 2:
         raise ValueError(f"tokens {tuple(x.shape)}, w13 {tuple(w13.shape)} and w2 {tuple(w2.shape)} do not fit")
@@ -107,18 +145,13 @@ class _ExpertMLP(torch.autograd.Function):
     """Gather by expert, one product for each expert and matrix, one activation over all, gather back with the weights."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, activation: GluActivation) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, activation: GluActivation, inputs: ExpertInputs
+    ) -> Tensor:
         layout = _Layout.of(ids, w13.shape[0])
-        hidden_PF = _hidden(x.index_select(0, layout.token_P), w13, layout)
-        width = w2.shape[2]
-        active_PF = x.new_empty(layout.size, width)
-        activation.into(hidden_PF[:, :width], hidden_PF[:, width:], active_PF)
-        y_PL = x.new_empty(layout.size, x.shape[1])
-        for expert, rows in layout.padded():
-            torch.mm(active_PF[rows], w2[expert].t(), out=y_PL[rows])
         ctx.save_for_backward(x, weights, w13, w2, layout.token_P, layout.row_Tk)
-        ctx.rows, ctx.activation = layout.rows, activation
-        return _combine(y_PL, layout.row_Tk, weights)
+        ctx.rows, ctx.activation, ctx.inputs = layout.rows, activation, inputs
+        return _forward(x, weights, w13, w2, layout, activation, inputs)
 
     @staticmethod
     @once_differentiable
@@ -126,7 +159,21 @@ class _ExpertMLP(torch.autograd.Function):
         x, weights, w13, w2, token_P, row_Tk = ctx.saved_tensors
         layout = _Layout(ctx.rows, token_P, row_Tk, token_P.shape[0])
         with exact(x):
-            return _backward(x, weights, w13, w2, layout, ctx.activation, grad, ctx.needs_input_grad)
+            return _backward(x, weights, w13, w2, layout, ctx.activation, ctx.inputs, grad, ctx.needs_input_grad)
+
+
+def _forward(
+    x: Tensor, weights: Tensor, w13: Matrices, w2: Matrices, layout: _Layout, activation: GluActivation, inputs: ExpertInputs
+) -> Tensor:
+    hidden_PF = _hidden(x.index_select(0, layout.token_P), w13, layout)
+    width = w2.shape[2]
+    active_PF = x.new_empty(layout.size, width)
+    activation.into(hidden_PF[:, :width], hidden_PF[:, width:], active_PF)
+    active_PF = _rounded(active_PF, inputs)
+    y_PL = x.new_empty(layout.size, x.shape[1])
+    for expert, rows in layout.padded():
+        torch.mm(active_PF[rows], w2[expert].t(), out=y_PL[rows])
+    return _combine(y_PL, layout.row_Tk, weights)
 
 
 def _backward(
@@ -136,6 +183,7 @@ def _backward(
     w2: Tensor,
     layout: _Layout,
     activation: GluActivation,
+    inputs: ExpertInputs,
     grad: Tensor,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
@@ -152,6 +200,7 @@ def _backward(
     gate_PF, up_PF = hidden_PF[:, :width], hidden_PF[:, width:]
     weighted_PF = (dactive_PF * weight_P[:, None]).to(x.dtype)
     activation.gradients_into(weighted_PF, gate_PF, up_PF, gate_PF, up_PF, active_PF)
+    active_PF = _rounded(active_PF, inputs)
     dweights = None
     if needs[2]:
         dweight_P = torch.mul(dactive_PF, active_PF, out=dactive_PF).sum(-1, dtype=acc)
@@ -170,10 +219,10 @@ def _backward(
         for expert, rows in layout.padded():
             torch.mm(hidden_PF[rows], w13[expert], out=x_PL[rows])
         dx = _combine(x_PL, layout.row_Tk, None)
-    return dx, None, dweights, dw13, dw2, None
+    return dx, None, dweights, dw13, dw2, None, None
 
 
-def _hidden(x_PL: Tensor, w13: Tensor, layout: _Layout) -> Tensor:
+def _hidden(x_PL: Tensor, w13: Matrices, layout: _Layout) -> Tensor:
     hidden_PF = x_PL.new_empty(layout.size, w13.shape[1])
     for expert, rows in layout.padded():
         torch.mm(x_PL[rows], w13[expert].t(), out=hidden_PF[rows])
