@@ -21,7 +21,7 @@ from openk3.bench.table import show
 PROVENANCE = {
     "date", "commit", "machine", "threads", "command", "phase", "context", "batch", "precision", "baseline", "baseline_version",
     "baseline_tuned", "runs", "scope", "samples", "peer_samples",
-}  # fmt: skip
+}
 VALUES = {"name", "case", "ours", "unit", "peer", "peer_value", "ratio", "limit_share", "detail"}
 
 
@@ -30,11 +30,11 @@ def make(samples: list[float], lane: Lane | None, *, lower_is_better: bool = Tru
     peer = Peer("transformers", Spec("none:none"), False, "a fallback") if lane is not None else None
     settings: dict[str, Any] = {
         "name": "kda", "case": "forward", "unit": "ms", "phase": "prefill", "context": 64, "batch": 1, "precision": "fp32", "scope": "op",
-    }  # fmt: skip
+    }
     row = session.row(
         **{**settings, **changes}, samples=samples, peer=peer, peer_lane=lane, peer_samples=lane.seconds if lane else None,
         lower_is_better=lower_is_better,
-    )  # fmt: skip
+    )
     assert isinstance(row, Row)
     return row
 
@@ -87,8 +87,9 @@ def test_two_rows_for_one_case_and_peer_are_refused(tmp_path: Path) -> None:
 
 def test_the_table_fits_80_columns_and_tells_failures_and_profile() -> None:
     profile = [{"op": "aten::bmm", "share": 0.61, "milliseconds": 1.0, "calls": 3}]
+    peer = Lane(seconds=[1421.0], version="transformers 5.24")
     rows = [
-        make([72.123], Lane(seconds=[1421.0], version="transformers 5.24"), case="forward+backward", limit_share=0.14, detail={"profile": profile}),
+        make([72.123], peer, case="forward+backward", limit_share=0.14, detail={"profile": profile}),
         make([1.0], Lane(error="PeerMissing: x", missing=True)),
         make([0.034], None, case="optimizer", unit="share"),
     ]

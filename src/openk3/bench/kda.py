@@ -55,7 +55,7 @@ def _against_peers(session: Session, mode: str, passes: int) -> Iterator[Row]:
     mine = Spec(f"{__name__}:ours", {"tokens": TOKENS, "mode": mode, "device": session.device})
     peers = _peers(session, mode)
     specs = {"ours": mine, **{peer.name: peer.spec for peer in peers}, "matmul": _matmul(session)}
-    lanes = session.race(f"kda {mode}", specs, runs=_RUNS[mode], profiled="ours")
+    lanes = session.race(f"kda {mode}", specs, runs=_RUNS[mode], warmups=0, profiled="ours")
     lane, rate = lanes["ours"], matrix_rate(lanes["matmul"])
     flops = passes * kda_chunk_flops(HEADS, WIDTH, WIDTH) * TOKENS
     seconds = median(lane.seconds)
@@ -64,7 +64,7 @@ def _against_peers(session: Session, mode: str, passes: int) -> Iterator[Row]:
         "flops_formula": f"openk3.accounting.kda_chunk_flops x tokens x {passes}",
         "matrix_flops_per_second": rate,
         "memory": lane.memory,
-        "facts": _without_output(lane.facts),
+        "facts": _without_results(lane.facts),
         "profile": lane.profile,
         "ours_by_threads_ms": _other_threads(session, mine, mode),
     }
@@ -100,7 +100,7 @@ def _flat(session: Session) -> Row:
         specs = {
             str(tokens): Spec(f"{__name__}:ours", {"tokens": tokens, "mode": mode, "device": session.device}) for tokens in FLAT
         }
-        lanes = session.race(f"kda flat {mode}", specs, runs=7)
+        lanes = session.race(f"kda flat {mode}", specs, runs=7, warmups=0)
         errors += [lane.error for lane in lanes.values() if lane.error]
         seconds[mode] = {tokens: lane.seconds for tokens, lane in lanes.items()}
         pairs = zip(lanes[str(long)].seconds, lanes[str(short)].seconds, strict=False)
@@ -126,7 +126,7 @@ def _other_threads(session: Session, mine: Spec, mode: str) -> dict[str, Any]:
     threads = session.other_threads()
     if threads is None:
         return {}
-    lane = session.race(f"kda {mode}, {threads} thread", {"ours": mine}, runs=5, threads=threads)["ours"]
+    lane = session.race(f"kda {mode}, {threads} thread", {"ours": mine}, runs=5, threads=threads, warmups=0)["ours"]
     samples = _milliseconds(lane.seconds)
     return {str(threads): {"median": median(samples), "samples": samples, **({"error": lane.error} if lane.error else {})}}
 
@@ -139,15 +139,17 @@ def _milliseconds(seconds: list[float]) -> list[float]:
     return [1e3 * value for value in seconds]
 
 
-def _without_output(facts: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in facts.items() if name != "output"}
+def _without_results(facts: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in facts.items() if name != "results"}
 
 
 def _difference(ours: Lane, theirs: Lane) -> float | None:
-    """The largest difference between samples of both outputs: the proof that both did the same work."""
+    """The largest difference between samples of both sides' output and gradients, each relative to its largest value in the peer: the
+    proof that both did the same work."""
     if not (ours.facts and theirs.facts):
         return None
-    return max(abs(a - b) for a, b in zip(ours.facts["output"], theirs.facts["output"], strict=True))
+    pairs = zip(ours.facts["results"], theirs.facts["results"], strict=True)
+    return max(max(abs(a - b) for a, b in zip(mine, other, strict=True)) / max(map(abs, other)) for mine, other in pairs)
 
 
 # What the worker processes build. All make the same inputs from seed 0, in the peers' layout [B, T, H, K].
@@ -174,20 +176,24 @@ class _Inputs:
     def contestant(self, forward: Callable[[], Tensor], version: str, **facts: Any) -> Contestant:
         """`forward` gives the output; timed with its backward when the mode asks for it."""
 
-        def run() -> None:
+        def run() -> list[Tensor]:
             if not self.with_backward:
                 with torch.no_grad():
-                    forward()
-                return
+                    return [forward()]
             output = forward()
             output.backward(self.grad.view_as(output))
+            gradients = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
             for leaf in self.leaves:
                 leaf.grad = None
+            return [output.detach(), *gradients]
 
-        with torch.no_grad():
-            flat = forward().flatten()
-        picked = flat[:: max(1, flat.numel() // 64)].tolist()
-        return Contestant(run=run, version=version, facts={"output": picked, **facts})
+        def timed() -> None:
+            run()
+
+        # The warm-up, and what both sides are compared by.
+        results = run()
+        sampled = [x.flatten()[:: max(1, x.numel() // 64)].tolist() for x in results]
+        return Contestant(run=timed, version=version, facts={"results": sampled, **facts})
 
 
 def ours(*, tokens: int, mode: str, device: str) -> Contestant:

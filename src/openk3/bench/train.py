@@ -6,7 +6,9 @@ precision; `optimizer` is the optimizer's share of a whole step of ours.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -264,3 +266,34 @@ def transformers_step(*, precision: str, device: str) -> Contestant:
         model.zero_grad(set_to_none=True)
 
     return Contestant(run=run, version=f"transformers {version}", facts=facts)
+
+
+def whole_step(*, precision: str, device: str) -> Contestant:
+    """A whole training step of ours: forward, backward, clipping, optimizer, balancing; each part's seconds by name."""
+    from openk3 import __version__
+    from openk3.model.routing_log import RoutingLog
+    from openk3.train.balancing import Balancer
+    from openk3.train.optimizer import OptimizerConfig, build_optimizer, clip_grad_norm
+
+    model, forward_backward = _our_parts(precision, device)
+    config = OptimizerConfig()
+    optimizer = build_optimizer(model, config)
+    balancer = Balancer(model)
+    parts: dict[str, float] = {}
+
+    def timed(name: str, work: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        parts[name] = time.perf_counter() - start
+
+    def run() -> dict[str, float]:
+        timed("forward+backward", lambda: forward_backward(RoutingLog(observe=balancer.observe)))
+        timed("clip", lambda: clip_grad_norm(model.parameters(), 1.0))
+        timed("optimizer", optimizer.step)
+        timed("balancing", balancer.update)
+        optimizer.zero_grad()
+        return dict(parts)
+
+    return Contestant(run=run, version=f"openk3 {__version__}", facts={"optimizer": dataclasses.asdict(config)})
