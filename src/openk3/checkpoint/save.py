@@ -39,7 +39,8 @@ def save_release(model: Decoder, directory: str | Path, *, shard_bytes: int = SH
             held += tensor.nbytes
     written = _write(shards, directory)
     config = directory / "config.json"
-    config.write_text(json.dumps(model.config.to_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    stated = model.config.to_json(dtype=str(model.dtype).removeprefix("torch."))
+    config.write_text(json.dumps(stated, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return [config, *written]
 
 
