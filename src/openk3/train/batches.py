@@ -2,8 +2,8 @@
 
 A range of n tokens (`Part`) asks for n - 1 predictions. Ranges are cut into units of at most `sequence_length` predictions; each epoch
 takes the units in an order of its own, and a batch takes the next `tokens_per_batch` predictions of that stream. What a batch cuts off
-begins the next one, as a piece of its own. The last token of a piece predicts the one that follows it in its document, so that every position
-has a target.
+begins the next one, as a piece of its own. The last token of a piece predicts the one that follows it in its document, so that every
+position has a target.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ class _Units:
 
     def shuffled(self, seed: int, epoch: int) -> _Units:
         # Sorted by Philox's raw output: numpy promises those numbers for ever, its permutations it does not.
-        keys = np.random.Philox(key=[seed & (1 << 64) - 1, epoch]).random_raw(len(self.lengths))
+        key = np.array([seed & (1 << 64) - 1, epoch], np.uint64)
+        keys = np.random.Philox(key=key).random_raw(len(self.lengths))
         order = np.argsort(keys, kind="stable")
         lengths = self.lengths[order]
         return _Units(self.starts[order], lengths, np.cumsum(lengths))
