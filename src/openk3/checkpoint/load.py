@@ -10,11 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openk3.checkpoint.names import Part, canonical, entries, is_vision
-from openk3.checkpoint.shards import DTYPES, Shards
+from openk3.checkpoint.names import Entry, Part, entries
+from openk3.checkpoint.quantization import expert_inputs_of
+from openk3.checkpoint.shards import DTYPES, Shards, first_of
+from openk3.checkpoint.verify import PACKED, SCALE, Match, match
 from openk3.config import ModelConfig
 from openk3.errors import UserError
 from openk3.model.decoder import Decoder
+from openk3.model.moe import LatentMoE
+from openk3.model.packed_experts import PackedExperts
+from openk3.ops.experts import ExpertInputs
 
 CHECKPOINTS = "checkpoints"
 _STEP = re.compile(r"step-(\d+)")
@@ -27,34 +32,58 @@ def load(
     device: torch.device | str = "cpu",
     config: ModelConfig | Mapping[str, Any] | str | Path | None = None,
     allow_unused: bool = False,
+    expert_activations: ExpertInputs | None = None,
 ) -> Decoder:
     """The model at `path`, in eval mode: a directory in the release layout, or a run directory (its newest checkpoint).
 
-    `dtype` None keeps the stored one; parameters that must be fp32 stay so, and are float64 in a float64 model. `config` (a ModelConfig,
-    the content of a config.json, or a path to one) overrides the one beside the weights. Tensors that the model does not use are an
-    error unless `allow_unused`; vision tensors are passed by.
+    `dtype` None keeps the stored one; parameters that must be fp32 stay so, and are float64 in a float64 model. Packed experts stay packed.
+    `config` (a ModelConfig, the content of a config.json, or a path to one) overrides the one beside the weights. Tensors that the
+    model does not use are an error unless `allow_unused`; vision tensors are passed by. `expert_activations` "mxfp8" or "none" says in
+    what format routed experts read their inputs; None obeys the checkpoint.
 
     Raises UserError when files are missing, damaged, or do not fit the config: the message names the tensor.
     """
     directory = locate(path)
     source = directory / "config.json" if config is None else config
     settings = source if isinstance(source, ModelConfig) else ModelConfig.from_json(source)
-    shards = Shards.at(directory)
     if dtype is not None and not dtype.is_floating_point:
         raise UserError(f"a model is loaded in a floating-point dtype, not {dtype}")
-    by_name = _canonical_names(shards, directory)
-    placed = _place(settings, shards, by_name, directory)
-    _check_leftovers(settings, shards, by_name, placed, directory, allow_unused)
-    stored = shards.tensors[by_name["embed_tokens.weight"]].dtype
-    model = empty_decoder(settings, dtype or DTYPES[stored], device)
-    fill(model, shards, by_name)
+    if expert_activations not in (None, "none", "mxfp8"):
+        raise UserError(f'expert_activations is "mxfp8" or "none", not {expert_activations!r}')
+    shards = Shards.at(directory)
+    found = match(settings, shards.tensors)
+    if found.problems:
+        raise UserError(f"{directory}: {first_of(found.problems)}")
+    if found.unused and not allow_unused:
+        more = f" and {len(found.unused) - 1} more" if len(found.unused) > 1 else ""
+        raise UserError(f"{directory}: the model does not use {found.unused[0]}{more}; pass allow_unused=True if that is meant")
+    inputs = expert_activations or expert_inputs_of(settings)
+    model = empty_decoder(settings, dtype or DTYPES[found.trunk_dtype or "F32"], device, packed=found.packed, inputs=inputs)
+    fill(model, shards, found)
     return model.eval()
 
 
-def empty_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    """A decoder whose weights are allocated but not filled."""
+def empty_decoder(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    packed: set[str] | frozenset[str] = frozenset(),
+    inputs: ExpertInputs = "none",
+) -> Decoder:
+    """A decoder whose weights are allocated but not filled; `packed` names the expert parameters that are held in 4 bits."""
     with torch.device("meta"):
         model = Decoder(config)
+        for index, layer in enumerate(model.layers):
+            moe = layer.mlp
+            if not isinstance(moe, LatentMoE):
+                continue
+            if f"layers.{index}.mlp.experts.w13" in packed:
+                assert config.num_experts is not None
+                moe.experts = PackedExperts(
+                    config.num_experts, config.expert_width, config.moe_intermediate_size, moe.experts.activation, inputs
+                )
+            moe.experts.inputs = inputs
     model = model.to(dtype).to_empty(device=device)
     if config.tie_word_embeddings:
         model.head.weight = model.embed.weight
@@ -74,7 +103,7 @@ def locate(path: str | Path) -> Path:
     found = checkpoints_of(directory)
     if found:
         return found[-1]
-    if (directory / CHECKPOINTS).is_dir() and not (directory / "config.json").exists():
+    if (directory / CHECKPOINTS).is_dir():
         raise UserError(f"{directory} is a run without a checkpoint yet")
     if not (directory / "config.json").is_file():
         raise UserError(f"{directory} has no config.json: it is neither a checkpoint nor a run directory")
@@ -83,85 +112,50 @@ def locate(path: str | Path) -> Path:
 
 def checkpoints_of(run: Path) -> list[Path]:
     """The complete checkpoints of a run directory, oldest first. Half-written ones carry another name and are passed by."""
-    steps = [(int(match[1]), entry) for entry in (run / CHECKPOINTS).glob("step-*") if (match := _STEP.fullmatch(entry.name))]
+    steps = [(int(found[1]), entry) for entry in (run / CHECKPOINTS).glob("step-*") if (found := _STEP.fullmatch(entry.name))]
     return [entry for _, entry in sorted(steps) if (entry / "config.json").is_file()]
 
 
 @torch.no_grad()
-def fill(model: Decoder, shards: Shards, by_name: Mapping[str, str]) -> None:
-    """Copy every tensor of the release layout into its place, one at a time."""
+def fill(model: Decoder, shards: Shards, found: Match) -> None:
+    """Copy every tensor of the release layout into its place, one at a time.
+
+    Raises UserError for values that contradict the config: a tail of `A_log` that is not padding, a tied head that differs.
+    """
     own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     for entry in entries(model.config):
+        if entry.ours in found.packed:
+            _fill_packed(entry, own, shards, found)
+            continue
         target = own[entry.ours]
         for part in entry.parts:
-            value = shards.read(_find(part, by_name))
+            value = shards.read(found.names[part.name])
             if entry.ours.endswith(".A_log"):
-                value = value.flatten()[: target.numel()]
-            place: Tensor = target[part.place] if part.place else target
+                value = _heads_of(value, target.numel(), found.names[part.name])
+            place = _at(target, part)
             place.copy_(value.reshape(place.shape))
+    head = found.names.get("lm_head.weight")
+    if model.config.tie_word_embeddings and head is not None:
+        embedding = shards.read(found.names["embed_tokens.weight"])
+        if not torch.equal(shards.read(head), embedding):
+            raise UserError(f"the config ties the head to the embedding, but {head} is stored and differs from it")
 
 
-def _canonical_names(shards: Shards, directory: Path) -> dict[str, str]:
-    names: dict[str, str] = {}
-    for name in shards.tensors:
-        short = canonical(name)
-        if short in names:
-            raise UserError(f"{directory} holds {short} twice, as {names[short]} and as {name}")
-        names[short] = name
-    return names
-
-
-def _find(part: Part, by_name: Mapping[str, str]) -> str:
-    for name in (part.name, *part.aliases):
-        if name in by_name:
-            return by_name[name]
-    raise KeyError(part.name)
-
-
-def _place(config: ModelConfig, shards: Shards, by_name: Mapping[str, str], directory: Path) -> set[str]:
-    """Check that every tensor the model needs is there in the right shape and a usable dtype; returns the file names used."""
-    used: set[str] = set()
-    for entry in entries(config):
+def _fill_packed(entry: Entry, own: Mapping[str, Tensor], shards: Shards, found: Match) -> None:
+    for suffix in (PACKED, SCALE):
+        target = own[entry.ours + suffix]
         for part in entry.parts:
-            try:
-                name = _find(part, by_name)
-            except KeyError:
-                packed = part.name.removesuffix("weight") + "weight_packed"
-                if packed in by_name:
-                    raise UserError(f"{directory}: {by_name[packed]} is packed in 4 bits, which this version does not read yet") from None
-                raise UserError(f"{directory} lacks the tensor {part.name} of shape {list(part.shape)} that its config asks for") from None
-            stored = shards.tensors[name]
-            shape = stored.shape
-            if entry.ours.endswith(".A_log"):
-                _check_a_log(config, shards, name)
-            elif shape != part.shape:
-                raise UserError(f"{stored.file}: tensor {name} has shape {list(shape)}, the config asks for {list(part.shape)}")
-            if stored.dtype not in DTYPES or not DTYPES[stored.dtype].is_floating_point or DTYPES[stored.dtype].itemsize < 2:
-                raise UserError(f"{stored.file}: tensor {name} is stored as {stored.dtype}; a plain weight is F32, BF16, F16 or F64")
-            used.add(name)
-    return used
+            value = shards.read(found.names[part.name + suffix])
+            _at(target, part).copy_(value if value.dtype == torch.uint8 else value.view(torch.uint8))
 
 
-def _check_a_log(config: ModelConfig, shards: Shards, name: str) -> None:
-    """Accept `[H]`, `[1, 1, H, 1]` and zero-padded vectors; a tail that is not zero means a head count that is wrong."""
-    stored, heads = shards.tensors[name], config.kda_num_heads
-    long_sides = [n for n in stored.shape if n != 1]
-    if len(long_sides) > 1 or max(stored.shape, default=1) < heads:
-        raise UserError(f"{stored.file}: tensor {name} has shape {list(stored.shape)}, which cannot hold {heads} heads")
-    if bool(shards.read(name).flatten()[heads:].any()):
-        raise UserError(f"{stored.file}: tensor {name} has values after the {heads} heads of the config, where zero padding belongs")
+def _at(target: Tensor, part: Part) -> Tensor:
+    return target[part.place] if part.place else target
 
 
-def _check_leftovers(
-    config: ModelConfig, shards: Shards, by_name: Mapping[str, str], used: set[str], directory: Path, allow_unused: bool
-) -> None:
-    head = by_name.get("lm_head.weight")
-    if config.tie_word_embeddings and head is not None:
-        embed = shards.read(by_name["embed_tokens.weight"])
-        if not torch.equal(shards.read(head), embed):
-            raise UserError(f"{directory}: the config ties the head to the embedding, but {head} is stored and differs from it")
-        used.add(head)
-    left = [name for short, name in by_name.items() if name not in used and not is_vision(short)]
-    if left and not allow_unused:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        raise UserError(f"{directory}: the model does not use {left[0]}{more}; pass allow_unused=True if that is meant")
+def _heads_of(value: Tensor, heads: int, name: str) -> Tensor:
+    """The first `heads` of a vector that K3 pads with zeros; a tail that is not zero means a head count that is wrong."""
+    flat = value.flatten()
+    if bool(flat[heads:].any()):
+        raise UserError(f"tensor {name} has values after the {heads} heads of the config, where zero padding belongs")
+    return flat[:heads]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ DTYPES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """What a header says of one tensor."""
 
@@ -40,8 +41,58 @@ class StoredTensor:
     nbytes: int
 
 
+@dataclass(frozen=True)
+class Survey:
+    """All that the headers of a checkpoint directory say, and what is wrong with them."""
+
+    tensors: dict[str, StoredTensor]
+    files: tuple[Path, ...]
+    problems: tuple[str, ...]
+    index_bytes: int | None = None
+    """`total_size` of the index, where there is one."""
+
+
+def survey(directory: Path) -> Survey:
+    """Read the index and every header of `directory`; no tensor is touched. Shards are what the index names, or `model*.safetensors`."""
+    index = directory / INDEX_FILE
+    found = sorted(directory.glob("model*.safetensors"))
+    problems: list[str] = []
+    listed: dict[str, str] | None = None
+    total: int | None = None
+    if index.exists():
+        try:
+            listed, total = _read_index(index)
+        except UserError as error:
+            problems.append(str(error))
+    files = found if listed is None else sorted({directory / file for file in listed.values()})
+    if not files:
+        problems.append(f"{directory} holds no model*.safetensors: is it a checkpoint or a run directory?")
+    stored: dict[str, StoredTensor] = {}
+    whole = True
+    for file in files:
+        if not file.is_file():
+            problems.append(f"{index} names the shard {file.name}, which is not there")
+            whole = False
+            continue
+        try:
+            header = read_header(file)
+        except UserError as error:
+            problems.append(str(error))
+            whole = False
+            continue
+        problems += [f"tensor {name} is both in {stored[name].file.name} and in {file.name}" for name in header.keys() & stored.keys()]
+        stored |= header
+    if listed is not None:
+        problems += _compare(index, listed, stored, whole)
+        extra = [file.name for file in found if file not in set(files)]
+        problems += [
+            f"{name} is not named by {index.name}: a leftover of another checkpoint? Remove it or rewrite the index" for name in extra
+        ]
+    return Survey(stored, tuple(files), tuple(problems), total)
+
+
 class Shards:
-    """All tensors of a checkpoint directory by the names in the files."""
+    """All tensors of a sound checkpoint directory by the names in the files, read one at a time."""
 
     def __init__(self, tensors: dict[str, StoredTensor]) -> None:
         self.tensors = tensors
@@ -49,33 +100,11 @@ class Shards:
 
     @staticmethod
     def at(directory: Path) -> Shards:
-        """Read the index and every header of `directory`.
-
-        Raises UserError for a missing or truncated shard, a damaged header, and an index and files that disagree.
-        """
-        index = directory / INDEX_FILE
-        stored: dict[str, StoredTensor] = {}
-        listed = _read_index(index) if index.exists() else None
-        files = (
-            sorted({directory / file for file in listed.values()}) if listed is not None else sorted(directory.glob("model*.safetensors"))
-        )
-        if not files:
-            raise UserError(f"{directory} holds no model*.safetensors: is it a checkpoint or a run directory?")
-        for file in files:
-            if not file.is_file():
-                raise UserError(f"{index} names the shard {file.name}, which is not there")
-            for name, tensor in read_header(file).items():
-                if name in stored:
-                    raise UserError(f"tensor {name} is both in {stored[name].file.name} and in {file.name}")
-                stored[name] = tensor
-        if listed is not None:
-            _compare(index, listed, stored)
-            extra = sorted(set(directory.glob("model*.safetensors")) - set(files))
-            if extra:
-                raise UserError(
-                    f"{extra[0]} is not named by {index.name}: a leftover of another checkpoint? remove it or rewrite the index"
-                )
-        return Shards(stored)
+        """The tensors of `directory`. Raises UserError with the first problem of `survey`, and how many more there are."""
+        found = survey(directory)
+        if found.problems:
+            raise UserError(first_of(found.problems))
+        return Shards(found.tensors)
 
     def read(self, name: str) -> Tensor:
         """The tensor `name`, mapped from its file.
@@ -90,6 +119,12 @@ class Shards:
             return handle.get_tensor(name)
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"{stored.file}: tensor {name} cannot be read: {error}") from error
+
+
+def first_of(problems: Sequence[str]) -> str:
+    """One line: the first problem, and how many others there are."""
+    more = len(problems) - 1
+    return problems[0] if not more else f"{problems[0]} (and {more} more: openk3 inspect shows all)"
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -144,7 +179,7 @@ def _entry(file: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
     return StoredTensor(file, dtype, tuple(shape), data_start + offsets[0], expected)
 
 
-def _read_index(index: Path) -> dict[str, str]:
+def _read_index(index: Path) -> tuple[dict[str, str], int | None]:
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
@@ -152,18 +187,23 @@ def _read_index(index: Path) -> dict[str, str]:
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UserError(f"{index} has no weight_map from tensor names to file names")
-    for name, file in weight_map.items():
-        if Path(file).name != file:
+    for file in set(weight_map.values()):
+        if Path(file).name != file or file in ("", ".", ".."):
+            name = next(name for name, other in weight_map.items() if other == file)
             raise UserError(f"{index} places tensor {name} in {file!r}; shards lie beside the index")
-    return weight_map
+    metadata = content.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return weight_map, total if type(total) is int else None
 
 
-def _compare(index: Path, listed: dict[str, str], stored: dict[str, StoredTensor]) -> None:
+def _compare(index: Path, listed: dict[str, str], stored: dict[str, StoredTensor], whole: bool) -> list[str]:
+    """Where the index and the headers disagree. A file that could not be read is already a problem; what it should hold is not another."""
+    problems = []
     for name, file in listed.items():
-        if name not in stored:
-            raise UserError(f"{index.name} places tensor {name} in {file}, but that file does not hold it")
-        if stored[name].file.name != file:
-            raise UserError(f"{index.name} places tensor {name} in {file}, but it is in {stored[name].file.name}")
-    unlisted = next((name for name in stored if name not in listed), None)
-    if unlisted is not None:
-        raise UserError(f"{stored[unlisted].file} holds tensor {unlisted}, which {index.name} does not list")
+        if name in stored:
+            if stored[name].file.name != file:
+                problems.append(f"{index.name} places tensor {name} in {file}, but it is in {stored[name].file.name}")
+        elif whole:
+            problems.append(f"{index.name} places tensor {name} in {file}, but that file does not hold it")
+    problems += [f"{stored[name].file} holds tensor {name}, which {index.name} does not list" for name in stored if name not in listed]
+    return problems

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from openk3.config import ModelConfig
 from openk3.model.mlp import DenseMLP, activation_of
 from openk3.model.norm import RMSNorm
+from openk3.model.packed_experts import PackedExperts
 from openk3.model.precision import IslandModule, Projection, accumulation_dtype
 from openk3.model.routing_log import RoutingLog
 from openk3.model.trace import Trace
 from openk3.ops.activation import GluActivation
-from openk3.ops.experts import expert_mlp
+from openk3.ops.experts import ExpertInputs, expert_mlp
+from openk3.ops.mx import ScaleRule, fake_quantize
 from openk3.ops.routing import Selection, route
 
 
@@ -50,18 +52,28 @@ class Router(IslandModule):
 
 
 class Experts(nn.Module):
-    """E gated MLPs of width F on inputs of width L, stacked: `w13 [E, 2F, L]` (gate rows, then up rows) and `w2 [E, L, F]`."""
+    """E gated MLPs of width F on inputs of width L, stacked: `w13 [E, 2F, L]` (gate rows, then up rows) and `w2 [E, L, F]`.
+
+    With `weight_rule` set (quantization-aware training) the forward pass sees the weights rounded to MXFP4 by that scale rule, and
+    gradients reach the masters as if nothing had been rounded; `inputs` "mxfp8" rounds what enters each matrix.
+    """
 
     def __init__(self, count: int, width_in: int, width: int, activation: GluActivation) -> None:
         super().__init__()
         self.w13 = nn.Parameter(torch.empty(count, 2 * width, width_in))
         self.w2 = nn.Parameter(torch.empty(count, width_in, width))
         self.activation = activation
+        self.inputs: ExpertInputs = "none"
+        self.weight_rule: ScaleRule | None = None
 
     def forward(self, x_TL: Tensor, ids_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         """The weighted sum of the chosen experts' outputs, `[T, L]`."""
         # Under autocast the input is narrower than the master weights.
-        return expert_mlp(x_TL, ids_Tk, weights_Tk, self.w13.to(x_TL.dtype), self.w2.to(x_TL.dtype), self.activation)
+        w13, w2 = (self._seen(weight).to(x_TL.dtype) for weight in (self.w13, self.w2))
+        return expert_mlp(x_TL, ids_Tk, weights_Tk, w13, w2, self.activation, self.inputs)
+
+    def _seen(self, weight: Tensor) -> Tensor:
+        return weight if self.weight_rule is None else fake_quantize(weight, "mxfp4", self.weight_rule)
 
 
 class LatentMoE(nn.Module):
@@ -76,7 +88,9 @@ class LatentMoE(nn.Module):
         self.latent_down = Projection(config.hidden_size, latent) if latent else None
         self.latent_norm = RMSNorm(latent, config.rms_norm_eps) if latent and config.latent_norm else None
         self.latent_up = Projection(latent, config.hidden_size) if latent else None
-        self.experts = Experts(config.num_experts, latent or config.hidden_size, config.moe_intermediate_size, activation_of(config))
+        self.experts: Experts | PackedExperts = Experts(
+            config.num_experts, latent or config.hidden_size, config.moe_intermediate_size, activation_of(config)
+        )
         shared_width = config.moe_intermediate_size * config.num_shared_experts
         self.shared = DenseMLP(config, shared_width) if shared_width else None
 
