@@ -84,6 +84,15 @@ def newest_good(directory: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, complaints
 
 
+def set_aside(directory: Path, newer_than: int) -> None:
+    """Rename the checkpoints after the step `newer_than`, so that nothing takes them for good; they stay for whoever wants to look."""
+    for checkpoint in listed(directory):
+        if checkpoint.step > newer_than:
+            damaged = directory / f"damaged-{checkpoint.path.name}"
+            shutil.rmtree(damaged, ignore_errors=True)
+            os.rename(checkpoint.path, damaged)
+
+
 def save(directory: Path, step: int, model: Decoder, companions: Sequence[Path], training: dict[str, Any], keep: int) -> Checkpoint:
     """Write the checkpoint of `step` into `directory` and forget all but the newest `keep`.
 

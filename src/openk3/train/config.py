@@ -29,6 +29,7 @@ from openk3.errors import UserError
 from openk3.train import toml_tree
 from openk3.train.optimizer import OptimizerConfig
 
+DEFAULT_MODEL = "nano"
 NONE = "none"
 """TOML has no null; as the value of an override this word stands for it."""
 
@@ -57,15 +58,15 @@ def _share(name: str, value: float, *, below: bool = True) -> None:
 class ModelSettings:
     """What is trained."""
 
-    name: Annotated[str, _flag("model")] = "nano"
-    """A named config (debug13, nano, mini, mid, …), or the path of a config.json."""
+    name: Annotated[str | None, _flag("model")] = None
+    """A named config (debug13, nano, mini, mid, …), or the path of a config.json; None is nano, or the model of --from."""
     overrides: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
     """Fields of ModelConfig that differ from it, by name; "none" is null. On the command line: --set."""
 
     def build(self) -> ModelConfig:
         """The model's config, before the tokenizer has had its say. Raises UserError naming what is wrong."""
         changes = {key: None if value == NONE else value for key, value in self.overrides.items()}
-        return resolve(self.name).replace(**changes)
+        return resolve(self.name or DEFAULT_MODEL).replace(**changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +91,11 @@ class DataSettings:
     def __post_init__(self) -> None:
         _share("data.heldout", self.heldout)
         _at_least("data.vocab_size", self.vocab_size, 1)
-        _at_least("data.tokens_per_batch", self.tokens_per_batch, 2)
-        _at_least("data.sequence_length", self.sequence_length, 2)
+        _at_least("data.tokens_per_batch", self.tokens_per_batch, 1)
+        _at_least("data.sequence_length", self.sequence_length, 1)
         _at_least("data.accumulation", self.accumulation, 1)
+        if self.tokenizer is not None and self.vocab_size is not None:
+            raise UserError("data.tokenizer and data.vocab_size are both given: a tokenizer that is there has its size already")
         if self.sequence_length > self.tokens_per_batch:
             raise UserError(
                 f"data.sequence_length is {self.sequence_length}, more than the {self.tokens_per_batch} tokens of a batch (data.tokens_per_batch)"
@@ -198,7 +201,18 @@ class BalancingSettings:
     """How the load of the experts is kept even."""
 
     rule: Literal["quantile", "sign", "none"] = "quantile"
-    """quantile sets each selection bias from the batch's own margins (K3); sign steps it up or down; none leaves it."""
+    """quantile sets each selection bias from the step's own margins (K3); sign moves it up or down; none leaves it."""
+    bins: int = 1000
+    """Of the quantile rule's histograms."""
+    ema: float | None = None
+    """Share of the past in a running mean of the quantiles; None takes each step's own."""
+    sign_step: float = 1e-3
+    """How far the sign rule moves a bias in a step."""
+
+    def __post_init__(self) -> None:
+        _at_least("balancing.bins", self.bins, 1)
+        _share("balancing.ema", self.ema or 0.0)
+        _above("balancing.sign_step", self.sign_step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +234,8 @@ class TrainConfig:
     """Start from the weights and the tokenizer of this checkpoint or run instead of from scratch."""
 
     def __post_init__(self) -> None:
+        if self.start_from is not None and (self.model.name is not None or self.model.overrides):
+            raise UserError(f"the model comes from {self.start_from} (--from): leave out its name and its fields (model.name, model.overrides)")
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed is {self.seed}: it must be from 0 to below 2**63")
 

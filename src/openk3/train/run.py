@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -111,6 +112,14 @@ class RunDirectory:
         """The settings it was started with. Raises UserError when the file was damaged."""
         return TrainConfig.from_toml(self.config_file)
 
+    def abandon(self) -> None:
+        """Take away what was prepared, after a preparation that failed: the directory is as it was before `create`, or gone."""
+        for entry in self.path.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        self.close()
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
     def close(self) -> None:
         """Let go of the lock."""
         if self._lock is not None:
@@ -129,7 +138,8 @@ def _check_free(path: Path) -> None:
     if "config.toml" in names:
         raise UserError(f"{path} already holds a run: go on with `openk3 resume {path}`, or give another --out")
     # Without the lock file nothing says that openk3 made what lies there.
-    ours = {name for name in names if name in _PREPARATIONS or name.startswith(TEMPORARY)} if LOCK in names else set()
+    half_written = {name for name in names if name.startswith((TEMPORARY, ".tokenizer"))}
+    ours = names & _PREPARATIONS | half_written if LOCK in names else set()
     strangers = names - ours
     if strangers:
         raise UserError(f"{path} is not empty (it holds {min(strangers)}) and is no run: give another --out")
@@ -182,12 +192,13 @@ class Metrics:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - it lives as long as the run
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - it lives as long as the run
 
     def append(self, row: dict[str, Any]) -> None:
         """Write one row, with NaN and infinity as null: JSON has neither. Raises OSError."""
-        self._file.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
-        self._file.flush()
+        line = (json.dumps({key: _finite(value) for key, value in row.items()}) + "\n").encode()
+        if self._file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """Close the file."""
