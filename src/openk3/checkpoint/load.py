@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from openk3.checkpoint.names import Entry, Part, entries
-from openk3.checkpoint.quantization import expert_inputs_of
+from openk3.checkpoint.quantization import expert_inputs_of, scale_rule_of
 from openk3.checkpoint.shards import DTYPES, Shards, first_of
 from openk3.checkpoint.verify import PACKED, SCALE, Match, match
 from openk3.config import ModelConfig
 from openk3.errors import UserError
 from openk3.model.decoder import Decoder
-from openk3.model.moe import LatentMoE
+from openk3.model.moe import Experts, LatentMoE
 from openk3.model.packed_experts import PackedExperts
 from openk3.ops.experts import ExpertInputs
 
@@ -84,6 +84,8 @@ def empty_decoder(
                     config.num_experts, config.expert_width, config.moe_intermediate_size, moe.experts.activation, inputs
                 )
             moe.experts.inputs = inputs
+            if isinstance(moe.experts, Experts):
+                moe.experts.weight_rule = scale_rule_of(config)
     model = model.to(dtype).to_empty(device=device)
     if config.tie_word_embeddings:
         model.head.weight = model.embed.weight

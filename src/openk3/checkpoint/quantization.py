@@ -8,7 +8,7 @@ from typing import Any
 from openk3.config import ModelConfig
 from openk3.errors import UserError
 from openk3.ops.experts import ExpertInputs
-from openk3.ops.mx import BLOCK
+from openk3.ops.mx import BLOCK, ScaleRule
 
 KEY = "quantization_config"
 FORMAT = "mxfp4-pack-quantized"
@@ -28,8 +28,11 @@ IGNORED = (
 its files all the same."""
 
 
-def block(inputs: ExpertInputs) -> dict[str, Any]:
-    """The block for routed experts in MXFP4 that read their inputs in `inputs`."""
+def block(inputs: ExpertInputs, *, trained_under: ScaleRule | None = None) -> dict[str, Any]:
+    """The block for routed experts in MXFP4 that read their inputs in `inputs`.
+
+    `trained_under` is for plain master weights that training sees rounded by that scale rule: status "frozen" instead of "compressed".
+    """
     activations = {
         "num_bits": 8, "type": "float", "strategy": "group", "group_size": BLOCK, "symmetric": True, "dynamic": True,
         "scale_dtype": "torch.uint8",
@@ -45,10 +48,13 @@ def block(inputs: ExpertInputs) -> dict[str, Any]:
         "input_activations": activations if inputs == "mxfp8" else None,
         "output_activations": None,
     }
+    status = (
+        {"quantization_status": "compressed"} if trained_under is None else {"quantization_status": "frozen", "scale_rule": trained_under}
+    )
     return {
         "quant_method": "compressed-tensors",
         "format": FORMAT,
-        "quantization_status": "compressed",
+        **status,
         "kv_cache_scheme": None,
         "config_groups": {"group_0": group},
         "ignore": list(IGNORED),
@@ -90,3 +96,17 @@ def expert_inputs_of(config: ModelConfig) -> ExpertInputs:
         if not fits:
             raise UserError(f'{KEY}: input_activations {scheme!r:.120} is not MXFP8; pass expert_activations="none" or "mxfp8" to choose')
     return "mxfp8"
+
+
+def scale_rule_of(config: ModelConfig) -> ScaleRule | None:
+    """The rule by which training sees the plain expert weights rounded; None where they are used as they are.
+
+    Raises UserError for a rule that openk3 does not know.
+    """
+    found = stated(config) or {}
+    if found.get("quantization_status") != "frozen":
+        return None
+    rule = found.get("scale_rule", "even")
+    if rule not in ("even", "floor", "ceil"):
+        raise UserError(f"{KEY}: the scale rule {rule!r} is not even, floor or ceil")
+    return rule
