@@ -262,7 +262,7 @@ def transformers_step(*, precision: str, device: str) -> Contestant:
     def run() -> None:
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
-        facts["loss"] = float(loss)
+        facts["loss"] = float(loss.detach())
         model.zero_grad(set_to_none=True)
 
     return Contestant(run=run, version=f"transformers {version}", facts=facts)
