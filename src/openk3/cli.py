@@ -42,6 +42,11 @@ VERBS: dict[str, dict[str, Verb]] = {
     "Use": {
         "generate": Verb("openk3.commands.generate", "continue a prompt with a trained model"),
     },
+    "Exchange": {
+        "inspect": Verb("openk3.commands.inspect", "check a checkpoint before any compute, or count a config's tensors"),
+        "convert": Verb("openk3.commands.convert", "write a run or a release in another precision"),
+        "quantize": Verb("openk3.commands.quantize", "post-training quantization of the routed experts"),
+    },
     "Measure": {
         "bench": Verb("openk3.commands.bench", "time openk3 beside its peers, with where each number comes from"),
     },
