@@ -139,7 +139,7 @@ class _Glu(torch.autograd.Function):
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1]) if x.dim() > 1 else x.reshape(1, -1)
+    return x.reshape(-1, x.shape[-1]) if x.dim() > 1 and x.numel() else x.reshape(1, -1)
 
 
 def _row_blocks(x_PF: Tensor) -> Iterator[slice]:
