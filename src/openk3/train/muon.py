@@ -130,7 +130,7 @@ class Muon:
         update_rms: float = 0.2,
         rms_shape: RmsShape = "block",
         precision: Precision = "auto",
-        workspace: int = 1 << 23,
+        workspace: int = 1 << 20,
     ) -> None:
         self.matrices = dict(matrices)
         self.momentum, self.steps, self.update_rms, self.rms_shape = momentum, steps, update_rms, rms_shape
