@@ -1,36 +1,202 @@
-"""KDA's decay gate, its l2 normalisation and its gated output norm (Kimi K3 report §2.1.1, eq. 2, 5 and 6)."""
+"""KDA's decay gate, its l2 normalisation and its gated output norm (Kimi K3 report §2.1.1, eq. 2, 5 and 6).
+
+Each fast form works on a block of tokens at a time, which stays in the cache from one pass to the next, and its backward recomputes: only
+inputs are saved. Letters: T tokens, H heads, K key width, V value width.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from openk3.ops.backend import pick
+from openk3.ops.precision import accumulation_dtype
+
+# Elements that one pass handles.
+_BLOCK = 1 << 17
+# exp(A_log) is held below exp(80), so that neither it nor its product with a bounded gate's slope leaves fp32.
+_LARGEST_LOG_RATE = 80.0
+# Beyond this the sigmoid's slope is 0 even in float64; the bound keeps 0 · inf out of the gradient.
+_SATURATED = 1e4
+
+
+def kda_gate(f: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
+    """KDA's log decay `g [T, H, K]` in nats, at least fp32.
+
+    With a lower bound (Kimi K3): `g = lower_bound · sigmoid(exp(A_log) (f + dt_bias))`, in [lower_bound, 0]. Without (Kimi Linear):
+    `g = -exp(A_log) · softplus(f + dt_bias)`, with torch's softplus (linear above 20).
+
+    Args:
+        f: `[T, H, K]`, the decay projection's output.
+        A_log: `[H]`.
+        dt_bias: `[H·K]`.
+        lower_bound: negative, or None.
+
+    The gradient is finite however far the gate is saturated. Raises ValueError for shapes that do not fit, or a bound that is not negative.
+    """
+    if f.dim() != 3 or A_log.shape != f.shape[1:2] or dt_bias.numel() != f.shape[1] * f.shape[2]:
+        shapes = f"{list(f.shape)}, {list(A_log.shape)} and {list(dt_bias.shape)}"
+        raise ValueError(f"kda_gate: f is [T, H, K], A_log [H], dt_bias [H·K]; got {shapes}")
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(f"kda_gate: the lower bound of a log decay is negative; got {lower_bound}")
+    return pick({"reference": kda_gate_reference, "torch": _Gate.apply}, f)(f, A_log, dt_bias, lower_bound)
 
 
 def kda_gate_reference(f: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
-    """`kda_gate` as the formula has it, with autograd's gradient."""
-    accumulate = torch.promote_types(f.dtype, torch.float32)
-    rate = A_log.to(accumulate).exp()[:, None]
-    z = f.to(accumulate) + dt_bias.to(accumulate).view(f.shape[1:])
-    if lower_bound is None:
-        return -rate * F.softplus(z)
-    return lower_bound * torch.sigmoid(rate * z)
+    """The gate as the formula has it."""
+    acc = accumulation_dtype(f)
+    rate = A_log.to(acc).exp()[:, None]
+    z = f.to(acc) + dt_bias.to(acc).view(f.shape[1:])
+    return -rate * F.softplus(z) if lower_bound is None else lower_bound * torch.sigmoid(rate * z)
+
+
+def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """`x / sqrt(Σ x² + eps)` over the last axis, computed in at least fp32, in x's dtype."""
+    return pick({"reference": l2norm_reference, "torch": _L2Norm.apply}, x)(x, eps)
 
 
 def l2norm_reference(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """`l2norm` as the formula has it."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    """The l2 normalisation as the formula has it."""
+    wide = x.to(accumulation_dtype(x))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
+def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+    """`x · rsqrt(mean(x²) + eps) · weight · sigmoid(gate)`, all in at least fp32, cast once, to gate's dtype.
+
+    x and gate are `[T, H, V]`, weight is `[V]`, shared by the heads. Raises ValueError for shapes that do not fit.
+    """
+    if x.shape != gate.shape or weight.shape != x.shape[-1:]:
+        shapes = f"{list(x.shape)}, {list(weight.shape)} and {list(gate.shape)}"
+        raise ValueError(f"gated_rms_norm: x and gate are [T, H, V], weight is [V]; got {shapes}")
+    return pick({"reference": gated_rms_norm_reference, "torch": _GatedRMSNorm.apply}, x)(x, weight, gate, eps)
+
+
 def gated_rms_norm_reference(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
-    """`gated_rms_norm` as the formula has it."""
-    accumulate = torch.promote_types(torch.promote_types(x.dtype, gate.dtype), torch.float32)
-    wide = x.to(accumulate)
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normed * weight.to(accumulate) * torch.sigmoid(gate.to(accumulate))).to(gate.dtype)
+    """The gated norm as the formula has it."""
+    acc = accumulation_dtype(x, gate)
+    wide = x.to(acc)
+    normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normal * weight.to(acc) * torch.sigmoid(gate.to(acc))).to(gate.dtype)
 
 
-kda_gate = kda_gate_reference
-l2norm = l2norm_reference
-gated_rms_norm = gated_rms_norm_reference
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, f: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
+        acc = accumulation_dtype(f)
+        rate, bias = _rate(A_log, acc), dt_bias.to(acc).view(f.shape[1:])
+        g = f.new_empty(f.shape, dtype=acc)
+        for rows in _blocks(f):
+            z = torch.add(f[rows], bias, out=g[rows])
+            if lower_bound is None:
+                torch.mul(F.softplus(z), -rate, out=z)
+            else:
+                z.mul_(rate).sigmoid_().mul_(lower_bound)
+        ctx.save_for_backward(f, A_log, dt_bias)
+        ctx.lower_bound = lower_bound
+        return g
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dg: Tensor) -> tuple[Tensor | None, ...]:
+        f, A_log, dt_bias = ctx.saved_tensors
+        acc = accumulation_dtype(f)
+        rate, bias = _rate(A_log, acc), dt_bias.to(acc).view(f.shape[1:])
+        df = torch.empty_like(f)
+        dA, dbias = torch.zeros_like(bias), torch.zeros_like(bias)
+        for rows in _blocks(f):
+            z = f[rows] + bias
+            if ctx.lower_bound is None:
+                dz = torch.sigmoid(z).masked_fill_(z > 20, 1).mul_(-rate).mul_(dg[rows])
+                dA += F.softplus(z).mul_(dg[rows]).mul_(-rate).sum(0)
+            else:
+                u = z.mul_(rate).clamp_(-_SATURATED, _SATURATED)
+                du = torch.sigmoid(u).mul_(torch.sigmoid(-u)).mul_(ctx.lower_bound).mul_(dg[rows])
+                dA += u.mul_(du).sum(0)
+                dz = du.mul_(rate)
+            dbias += dz.sum(0)
+            df[rows] = dz
+        return df, dA.sum(1).to(A_log.dtype), dbias.view(dt_bias.shape).to(dt_bias.dtype), None
+
+
+class _L2Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        acc = accumulation_dtype(x)
+        y = torch.empty_like(x)
+        for rows in _blocks(x):
+            wide = x[rows].to(acc)
+            y[rows] = wide * _inverse_length(wide, eps)
+        ctx.save_for_backward(x)
+        ctx.eps = eps
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        acc = accumulation_dtype(x)
+        dx = torch.empty_like(x)
+        for rows in _blocks(x):
+            wide, grad = x[rows].to(acc), dy[rows].to(acc)
+            inverse = _inverse_length(wide, ctx.eps)
+            along = (wide * grad).sum(-1, keepdim=True).mul_(inverse.pow(3)).neg_()
+            dx[rows] = (grad * inverse).addcmul_(wide, along)
+        return dx, None
+
+
+class _GatedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+        acc = accumulation_dtype(x, gate)
+        scale = weight.to(acc)
+        y = torch.empty_like(gate)
+        for rows in _blocks(x):
+            wide = x[rows].to(acc)
+            inverse = _inverse_length(wide, eps * x.shape[-1]).mul_(x.shape[-1] ** 0.5)
+            y[rows] = torch.sigmoid(gate[rows].to(acc)).mul_(wide).mul_(inverse).mul_(scale)
+        ctx.save_for_backward(x, weight, gate)
+        ctx.eps = eps
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, gate = ctx.saved_tensors
+        acc, width = accumulation_dtype(x, gate), x.shape[-1]
+        scale = weight.to(acc)
+        dx, dgate, dweight = torch.empty_like(x), torch.empty_like(gate), torch.zeros_like(scale)
+        for rows in _blocks(x):
+            wide, grad, opening = x[rows].to(acc), dy[rows].to(acc), gate[rows].to(acc)
+            inverse = _inverse_length(wide, ctx.eps * width).mul_(width**0.5)
+            open_ = torch.sigmoid(opening)
+            normal = wide * inverse
+            dnormal = grad * open_
+            dweight += (dnormal * normal).flatten(0, -2).sum(0)
+            dnormal.mul_(scale)
+            product = dnormal * normal
+            dgate[rows] = torch.sigmoid(opening.neg()).mul_(product)
+            dx[rows] = dnormal.addcmul_(normal, product.mean(-1, keepdim=True), value=-1).mul_(inverse)
+        return dx, dweight.to(weight.dtype), dgate, None
+
+
+def _rate(A_log: Tensor, acc: torch.dtype) -> Tensor:
+    """exp(A_log) as `[H, 1]`."""
+    return A_log.to(acc).clamp(max=_LARGEST_LOG_RATE).exp()[:, None]
+
+
+def _inverse_length(x: Tensor, eps: float) -> Tensor:
+    """`1 / sqrt(Σ x² + eps)` over the last axis, which is kept."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().add_(eps).rsqrt_()
+
+
+def _blocks(x: Tensor) -> Iterator[slice]:
+    """Slices of the first axis that hold about `_BLOCK` elements each."""
+    rows = max(1, _BLOCK * x.shape[0] // max(1, x.numel()))
+    for first in range(0, x.shape[0], rows):
+        yield slice(first, first + rows)
