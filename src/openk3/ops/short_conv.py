@@ -168,11 +168,11 @@ def _block_backward(
                     dlags[further] += (grad * tail[sequences, :, column].to(dsum.dtype)).sum(0)
                     dtail[sequences, :, column] += grad * lags[further]
             dsum.index_fill_(0, tokens, 0)
-        low = max(first - lag, 0)
-        seen, grad = x[low : end - lag].to(dsum.dtype), dsum[low + lag - first :]
-        if seen.shape[0]:
+        if end > lag:
+            low = max(first - lag, 0)
+            grad = dsum[low + lag - first :]
             dx[low : end - lag].addcmul_(grad, lags[lag])
-            dlags[lag] += (grad * seen).sum(0)
+            dlags[lag] += (grad * x[low : end - lag].to(dsum.dtype)).sum(0)
 
 
 def _sums(x: Tensor, lags: Tensor, edges: _Edges, tail: Tensor | None, first: int, end: int) -> Tensor:
