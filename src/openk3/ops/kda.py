@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from openk3.ops import backend
 from openk3.ops.kda_backward import chunk_backward
 from openk3.ops.kda_chunk import Inputs, Kept, chunk_forward
+from openk3.ops.kda_fla import fla_applies, kda_fla
 from openk3.ops.kda_plan import make_plan
 from openk3.ops.kda_recurrent import kda_step
 from openk3.ops.kda_reference import kda_reference
@@ -51,11 +53,15 @@ def kda(
     Returns:
         o `[T, H, V]` in v's dtype, and the state after each sequence, `[N, H, K, V]` in at least fp32.
 
-    Differentiable once in every tensor, through both results. Calls without gradient in which every sequence has one token take the
-    recurrent step. Raises ValueError where shapes do not fit together.
+    Differentiable once in every tensor, through both results. Where no gradient is asked, sequences of one token take the recurrent step.
+    Raises ValueError where shapes do not fit together.
+
+    Forms: `reference`, token by token; `torch`, chunked; `fla`, on CUDA where flash-linear-attention is installed (untested on a GPU).
     """
     _check(q, k, v, g, beta, segments, initial_state)
     forms: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"reference": kda_reference, "torch": kda_chunk}
+    if fla_applies(q):
+        forms["fla"] = kda_fla
     run = backend.pick(forms, q)
     return run(q, k, v, g, beta, segments, initial_state, scale=scale, lower_bound=lower_bound)
 
@@ -82,26 +88,76 @@ def kda_chunk(
     scale: float | None = None,
     lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The chunked form in torch, or the recurrent step where each sequence has one token; as `kda`."""
+    """The chunked form in torch, and the recurrent step for sequences of one token; arguments and results as `kda`."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    tensors = (q, k, v, g, beta, initial_state)
-    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    if differentiable:
-        result: tuple[Tensor, Tensor] = _Chunked.apply(*tensors, segments, scale, factored_tiles(lower_bound))
-        return result
-    if segments.longest == 1 and segments.total == segments.count:
-        return kda_step(q, k, v, g, beta, initial_state, scale=scale)
     x = Inputs(q, k, v, g, beta, initial_state, scale, factored_tiles(lower_bound), accumulation_dtype(q, k, v, g, beta))
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, g, beta, initial_state)):
+        result: tuple[Tensor, Tensor] = _Chunked.apply(q, k, v, g, beta, initial_state, segments, scale, x.factored)
+        return result
     with torch.no_grad(), exact(q):
-        o, final, _ = chunk_forward(x, make_plan(segments, q.shape[1], q.device), segments.count, keep=False)
+        if segments.longest == 1:
+            return _decode(x, segments)
+        if 1 in segments.lengths:
+            return _mixed(x, segments)
+        return _chunks(x, segments)
+
+
+def _decode(x: Inputs, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Each sequence has one token, or none."""
+    if segments.total == segments.count:
+        return kda_step(x.q, x.k, x.v, x.g, x.beta, x.initial_state, scale=x.scale)
+    rows = segments.ids.to(x.q.device)
+    state = None if x.initial_state is None else x.initial_state.index_select(0, rows)
+    o, stepped = kda_step(x.q, x.k, x.v, x.g, x.beta, state, scale=x.scale)
+    return o, _resting_states(x, segments).index_copy_(0, rows, stepped)
+
+
+def _mixed(x: Inputs, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Decode and prefill in one call: sequences of one token take the step, the others the chunks."""
+    device = x.q.device
+    lengths = torch.tensor(segments.lengths)
+    single = lengths == 1
+    o, final = torch.empty_like(x.v), _resting_states(x, segments)
+    for chosen, run in ((single, _decode), (~single, _chunks)):
+        tokens = chosen[segments.ids].nonzero()[:, 0].to(device)
+        rows = chosen.nonzero()[:, 0].to(device)
+        state = None if x.initial_state is None else x.initial_state.index_select(0, rows)
+        q, k, v, g, beta = (t.index_select(0, tokens) for t in (x.q, x.k, x.v, x.g, x.beta))
+        part = replace(x, q=q, k=k, v=v, g=g, beta=beta, initial_state=state)
+        part_o, part_final = run(part, Segments.of(lengths[chosen]))
+        o.index_copy_(0, tokens, part_o)
+        final.index_copy_(0, rows, part_final)
     return o, final
+
+
+def _chunks(x: Inputs, segments: Segments) -> tuple[Tensor, Tensor]:
+    o, final, _ = chunk_forward(x, make_plan(segments, x.q.shape[1], x.q.device), segments.count, keep=False)
+    return o, final
+
+
+def _resting_states(x: Inputs, segments: Segments) -> Tensor:
+    """The states before the call, in a new tensor."""
+    if x.initial_state is not None:
+        return x.initial_state.to(x.dtype, copy=True)
+    return x.v.new_zeros((segments.count, *x.q.shape[1:], x.v.shape[2]), dtype=x.dtype)
 
 
 class _Chunked(torch.autograd.Function):
     """Saves the inputs, each token's error E and the state before each chunk: T·H·(K + V) numbers; the rest is made again."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, segments: Segments, scale: float, factored: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None,
+        segments: Segments,
+        scale: float,
+        factored: bool,
+    ) -> tuple[Tensor, Tensor]:
         dtype = accumulation_dtype(q, k, v, g, beta)
         with exact(q):
             plan = make_plan(segments, q.shape[1], q.device)

@@ -86,7 +86,7 @@ def _top_k(biased_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def _only_best_groups(biased_TE: Tensor, groups: int, topk_groups: int) -> Tensor:
-    grouped_TGM = biased_TE.view(biased_TE.shape[0], groups, -1)
+    grouped_TGM = biased_TE.unflatten(1, (groups, biased_TE.shape[1] // groups))
     worth_TG = grouped_TGM.topk(min(2, grouped_TGM.shape[-1]), -1).values.sum(-1)
     kept = worth_TG.sort(dim=-1, descending=True, stable=True).indices[:, :topk_groups]
     dropped_TG = torch.ones_like(worth_TG, dtype=torch.bool).scatter_(1, kept, False)
