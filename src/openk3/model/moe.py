@@ -12,7 +12,7 @@ from openk3.config import ModelConfig
 from openk3.model.mlp import DenseMLP, activation_of
 from openk3.model.norm import RMSNorm
 from openk3.model.packed_experts import PackedExperts
-from openk3.model.precision import IslandModule, Projection, accumulation_dtype
+from openk3.model.precision import IslandModule, Projection, accumulation_dtype, narrowed
 from openk3.model.routing_log import RoutingLog
 from openk3.model.trace import Trace
 from openk3.ops.activation import GluActivation
@@ -68,7 +68,8 @@ class Experts(nn.Module):
 
     def forward(self, x_TL: Tensor, ids_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         """The weighted sum of the chosen experts' outputs, `[T, L]`."""
-        # Under autocast the input is narrower than the master weights.
+        # Under autocast the input is narrower than the master weights, also where no latent projection has narrowed it.
+        x_TL = narrowed(x_TL)
         w13, w2 = (self._seen(weight).to(x_TL.dtype) for weight in (self.w13, self.w2))
         return expert_mlp(x_TL, ids_Tk, weights_Tk, w13, w2, self.activation, self.inputs)
 

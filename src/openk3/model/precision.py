@@ -14,6 +14,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def narrowed(x: Tensor) -> Tensor:
+    """`x` in the dtype that autocast gives to products, where it is on; `x` itself elsewhere. For ops that autocast does not know."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x
+
+
 class IslandModule(nn.Module):
     """A module some of whose own parameters or buffers, `islands`, never become narrower than fp32.
 

@@ -1,0 +1,124 @@
+"""The estimate of a training step's memory, held against what a real step keeps."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from openk3 import accounting
+from openk3.config import ModelConfig
+from openk3.model.decoder import Decoder, Recompute
+from openk3.ops.segments import Segments
+from openk3.train.optimizer import OptimizerConfig, build_optimizer
+
+TOKENS = 256
+
+
+def small(**changes: Any) -> ModelConfig:
+    """Wide enough that rows of one number a token do not count, narrow enough to be quick."""
+    sizes = {"vocab_size": 64, "hidden_size": 96, "num_experts": 4, "experts_per_token": 2, "intermediate_size": 192, "kda_head_dim": 32}
+    sizes |= {"q_lora_rank": 48, "kv_lora_rank": 32, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return ModelConfig.named("nano").replace(**(sizes | changes))
+
+
+def kept_bytes(config: ModelConfig, lengths: list[int], recompute: Recompute, autocast: bool) -> int:
+    """Bytes of distinct storages that live between forward and backward of a real model, without weights and the head's gradient.
+
+    Saved tensors are seen by hooks, and what activation recompute holds outside the graph by the garbage collector.
+    """
+    model = Decoder(config, generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(config.vocab_size, (sum(lengths),), generator=torch.Generator().manual_seed(1))
+    gc.collect()
+    before = {tensor.untyped_storage().data_ptr() for tensor in living_tensors()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in before:
+            kept[storage.data_ptr()] = storage  # held, so that no later tensor takes its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        terms = model.loss(tokens, Segments.of(lengths), tokens, recompute=recompute)
+    for tensor in living_tensors():
+        pack(tensor)
+    assert terms.total.requires_grad
+    return sum(storage.nbytes() for storage in kept.values()) - 4 * config.vocab_size * config.hidden_size
+
+
+def living_tensors() -> list[Tensor]:
+    return [thing for thing in gc.get_objects() if type(thing) in (Tensor, torch.nn.Parameter)]
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16-autocast"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mla_layers": ()},
+        {"mla_layers": tuple(range(6))},
+        {"mla_layers": tuple(range(6)), "q_lora_rank": None, "mla_output_gate": False},
+        {"attn_res_block_size": None},
+        {"num_experts": None},
+        {"latent_size": None, "num_shared_experts": 0, "kda_full_rank_gate": False, "kda_gate_lower_bound": None},
+    ],
+    ids=str,
+)
+def test_activations(changes: dict[str, Any], autocast: bool) -> None:
+    config = small(**changes)
+    needed = accounting.training_bytes(config, tokens=TOKENS, precision="bf16-autocast" if autocast else "fp32")
+    real = kept_bytes(config, [TOKENS], "none", autocast)
+    assert 0.97 < (needed["activations"] + needed["half weights"]) / real < 1.05
+
+
+def test_short_sequences_keep_fewer_states() -> None:
+    config = small(mla_layers=())
+    long, short = (accounting.activation_bytes(config, TOKENS, sequence_length=length) for length in (None, 32))
+    assert long > short
+    assert 0.97 < short / kept_bytes(config, [32] * (TOKENS // 32), "none", False) < 1.05
+
+
+def test_recompute_keeps_less() -> None:
+    config = small()
+    none, layer, block = (accounting.activation_bytes(config, TOKENS, recompute=mode) for mode in ("none", "layer", "block"))
+    assert layer < block < none
+    # What is kept between the passes; the one layer or block that is made again comes on top.
+    for mode, estimate, groups in (("layer", layer, 6), ("block", block, 3)):
+        size = 6 // groups
+        again = max(
+            sum(accounting.saved_by_layer(config, i).bytes("fp32") for i in range(start, start + size)) for start in range(0, 6, size)
+        )
+        between = estimate - TOKENS * again
+        assert 0.9 < between / kept_bytes(config, [TOKENS], mode, False) < 1.1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "q_lora_rank": None, "kda_full_rank_gate": False}], ids=str)
+def test_optimizer_state(kind: Any, changes: dict[str, Any]) -> None:
+    config = small(**changes)
+    optimizer = build_optimizer(Decoder(config), OptimizerConfig(kind=kind))
+    real = sum(tensor.nbytes for tensors in optimizer.state_dict().values() for tensor in tensors.values())
+    assert accounting.optimizer_bytes(config, kind) == real
+    if kind == "muon":
+        assert {parameter.name for parameter in accounting.parameters(config) if parameter.muon} == set(optimizer.groups["muon"])
+
+
+def test_weights_and_gradients() -> None:
+    config = small(tie_word_embeddings=True)
+    model = Decoder(config)
+    needed = accounting.training_bytes(config, tokens=64)
+    assert needed["weights"] == sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    assert needed["gradients"] == sum(parameter.nbytes for parameter in model.parameters())
+    assert needed["half weights"] == 0
+
+
+def test_more_takes_more() -> None:
+    config = small()
+    sizes = [sum(accounting.training_bytes(config, tokens=tokens).values()) for tokens in (0, 1, 100, 1000, 10_000)]
+    assert sizes == sorted(sizes) and len(set(sizes)) == 5
+    with_bf16 = accounting.training_bytes(config, tokens=10_000, precision="bf16-autocast")
+    assert with_bf16["activations"] < accounting.training_bytes(config, tokens=10_000)["activations"]
