@@ -111,11 +111,10 @@ def test_top_k_ranks_by_logit_where_probabilities_underflow() -> None:
 def test_counts_follow_the_filtered_probabilities() -> None:
     spread = logits_of(0.1, 0.5, 0.25, 0.15)
     params = SamplingParams(temperature=0.8, top_k=3)
-    generator = params.generator()
     expected = filtered_probabilities(spread, [params])[0]
     n = 4000
-    drawn = torch.stack([sample(spread, [params], [generator]).ids[0] for _ in range(n)])
-    counts = torch.bincount(drawn, minlength=4) / n
+    seeds = [SamplingParams(temperature=0.8, top_k=3, seed=seed) for seed in range(n)]
+    counts = torch.bincount(torch.tensor(draw(spread.expand(n, 4), seeds)), minlength=4) / n
     # Five standard deviations of a share near one half.
     assert torch.allclose(counts.to(torch.float64), expected, atol=5 * 0.5 / math.sqrt(n))
     assert counts[0] == 0
@@ -124,9 +123,7 @@ def test_counts_follow_the_filtered_probabilities() -> None:
 def test_never_draws_a_token_without_chance() -> None:
     logits = torch.full((1, 50), -INF)
     logits[0, [7, 8]] = 0.0
-    params = SamplingParams()
-    generator = params.generator()
-    assert {int(sample(logits, [params], [generator]).ids) for _ in range(200)} == {7, 8}
+    assert set(draw(logits.expand(200, 50), [SamplingParams(seed=seed) for seed in range(200)])) == {7, 8}
 
 
 def test_same_seed_same_tokens_whoever_shares_the_batch() -> None:
