@@ -98,16 +98,17 @@ def _describe(config: ModelConfig, held: Match, found: Survey, result: Inspectio
         "vision_tensors": len(held.vision),
         "stored_parameters": stored_parameters,
     }
-    says_packed = stated(config) is not None and (stated(config) or {}).get("quantization_status", "compressed") == "compressed"
-    if says_packed and not packed:
-        result.warnings.append("the config says that experts are packed, the files hold plain ones: what is stored decides")
-    if packed and stated(config) is None:
-        result.warnings.append("the files hold packed experts, the config does not say so: what is stored decides")
-    if packed:
-        try:
+    try:
+        block = stated(config)
+        if packed:
             result.facts["expert_inputs"] = expert_inputs_of(config)
-        except UserError as error:
-            result.problems.append(str(error))
+    except UserError as error:
+        result.problems.append(str(error))
+        return
+    if block is not None and block.get("quantization_status", "compressed") == "compressed" and not packed:
+        result.warnings.append("the config says that experts are packed, the files hold plain ones: what is stored decides")
+    if packed and block is None:
+        result.warnings.append("the files hold packed experts, the config does not say so: what is stored decides")
     for level in ("text", "top"):
         kept = config.passthrough.get(level, {})
         dtype = kept.get("dtype", kept.get("torch_dtype"))

@@ -144,7 +144,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             header = json.loads(stream.read(length))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} has a damaged header: {error}") from error
     if not isinstance(header, dict):
         raise UserError(f"{file} has a damaged header: it is not a JSON object")
@@ -167,7 +169,7 @@ def _entry(file: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise UserError(f"{where} has a damaged header entry: it needs dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in _ITEM_BITS:
+    if not isinstance(dtype, str) or dtype not in _ITEM_BITS:
         raise UserError(f"{where} has the unknown dtype {dtype!r}")
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise UserError(f"{where} has the impossible shape {shape!r}")
@@ -182,7 +184,7 @@ def _entry(file: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
 def _read_index(index: Path) -> tuple[dict[str, str], int | None]:
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{index} cannot be read: {error}") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
