@@ -66,6 +66,7 @@ def test_a_whole_step_times_its_parts() -> None:
 
 @needs_peers
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_transformers_trains_a_model_of_the_same_size() -> None:
     contestant = train.transformers_step(precision="fp32", device="cpu")
     assert contestant.facts["parameters"] == 28_992_920

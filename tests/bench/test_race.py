@@ -29,7 +29,7 @@ def test_contestants_take_turns_after_their_warm_ups(tmp_path: Path) -> None:
     assert log.read_text().split() == ["A", "B"] + ["A", "B"] * 3
     assert heard[:3] == ["A: warm-up", "B: warm-up", "A: run 1 of 3"] and len(heard) == steps(2, runs=3, profiled=False)
     for lane in lanes.values():
-        assert len(lane.seconds) == 3 and all(0.02 <= seconds < 0.5 for seconds in lane.seconds)
+        assert len(lane.seconds) == 3 and all(0.02 <= seconds < 30 for seconds in lane.seconds)
         assert lane.parts == {"part": [0.01, 0.01, 0.01]}
         assert (lane.version, lane.error) == ("sleeper 1", "")
         assert lane.memory["peak_bytes"] > 10e6

@@ -19,7 +19,7 @@ from openk3.bench.table import show
 
 # Rule 6 of the house: what a figure has to say about itself.
 PROVENANCE = {
-    "date", "commit", "machine", "threads", "command", "phase", "context", "batch", "precision", "baseline", "baseline_version",
+    "date", "version", "commit", "machine", "threads", "command", "phase", "context", "batch", "precision", "baseline", "baseline_version",
     "baseline_tuned", "runs", "scope", "samples", "peer_samples",
 }
 VALUES = {"name", "case", "ours", "unit", "peer", "peer_value", "ratio", "limit_share", "detail"}
@@ -97,7 +97,8 @@ def test_the_table_fits_80_columns_and_tells_failures_and_profile() -> None:
     show(rows, Console(file=out, width=80))
     text = out.getvalue()
     assert all(len(line) <= 80 for line in text.splitlines())
-    for part in ("forward+backward", "72.1 ms", "1421 ms", "19.7×", "14%", "failed", "make setup-bench", "3.4%", "a fallback", "bmm 61%"):
+    parts = (f"openk3 {rows[0].version} at", "failed", "make setup-bench", "a fallback", "bmm 61%")
+    for part in (*parts, "forward+backward", "72.1 ms", "1421 ms", "19.7×", "14%", "3.4%"):
         assert part in " ".join(text.split()), part
 
 

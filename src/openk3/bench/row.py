@@ -33,6 +33,7 @@ class Row:
     limit_share: float | None = None
     # Where the figure comes from.
     date: str
+    version: str  # of ours
     commit: str
     machine: dict[str, Any]
     threads: int

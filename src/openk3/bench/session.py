@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from openk3 import __version__
 from openk3.bench.contestant import Spec
 from openk3.bench.machine import describe, running_commit
 from openk3.bench.race import Lane, race, steps
@@ -97,6 +98,7 @@ class Session:
             ratio=times_better(ours, peer_value, lower_is_better=lower_is_better),
             limit_share=limit_share,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            version=__version__,
             commit=self.commit,
             machine=self.machine,
             threads=self.threads,

@@ -14,12 +14,19 @@ _OPS_SHOWN = 5
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    """Print `rows`, one table for each benchmark."""
+    """Print `rows`, one table for each benchmark, under a line that says what ran where."""
+    for where in dict.fromkeys(_where(row) for row in rows):
+        console.print(where, style="dim", highlight=False, markup=False)
     for name in dict.fromkeys(row.name for row in rows):
         members = [row for row in rows if row.name == name]
         console.print(_table(name, members))
         for line in _notes(members):
             console.print(line, style="dim", highlight=False, markup=False)
+
+
+def _where(row: Row) -> str:
+    on = row.machine["gpu"] or f"{row.machine['cpu']}, {row.machine['cores']} cores"
+    return f"openk3 {row.version} at {row.commit}, torch {row.machine['torch']}, {on}"
 
 
 def _table(name: str, rows: Sequence[Row]) -> Table:

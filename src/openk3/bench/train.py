@@ -75,11 +75,12 @@ def _step(session: Session) -> Row:
     ours = {f"ours {name}": _ours(session, name) for name in _our_precisions(session.device)}
     arguments = {"device": session.device}
     theirs = {f"transformers {name}": Spec(f"{__name__}:transformers_step", {**arguments, "precision": name}) for name in ("fp32", "bf16")}
-    matmul = Spec("openk3.bench.machine:matmul", {"dtype": "float32", "device": session.device})
-    lanes = session.race("train step", {**ours, **theirs, "matmul": matmul}, runs=_RUNS, profiled="ours fp32")
+    products = {f"matmul {name}": _matmul(session, name) for name in _our_precisions(session.device)}
+    lanes = session.race("train step", {**ours, **theirs, **products}, runs=_RUNS, profiled="ours fp32")
     mine, peer_name = _fastest(lanes, ours), _fastest(lanes, theirs)
     lane, peer_lane = lanes[mine], lanes[peer_name]
-    rate, speed = matrix_rate(lanes["matmul"]), median(_speeds(lane))
+    precision = mine.removeprefix("ours ")
+    rate, speed = matrix_rate(lanes[f"matmul {precision}"]), median(_speeds(lane))
     flops = training_flops(model_config(), TOKENS)
     note = _PEER_NOTE if session.device == "cpu" else "with the GPU kernels that are installed"
     return session.row(
@@ -89,7 +90,7 @@ def _step(session: Session) -> Row:
         phase="training",
         context=TOKENS,
         batch=1,
-        precision=mine.removeprefix("ours "),
+        precision=precision,
         scope="end-to-end",
         samples=_speeds(lane),
         peer=Peer("transformers", theirs[peer_name], session.device == "cuda", f"{note}; {peer_name.removeprefix('transformers ')}"),
@@ -138,6 +139,10 @@ def _optimizer(session: Session) -> Row:
 
 def _ours(session: Session, precision: str) -> Spec:
     return Spec(f"{__name__}:our_step", {"precision": precision, "device": session.device})
+
+
+def _matmul(session: Session, precision: str) -> Spec:
+    return Spec("openk3.bench.machine:matmul", {"dtype": {"fp32": "float32", "bf16": "bfloat16"}[precision], "device": session.device})
 
 
 def _our_precisions(device: str) -> list[str]:
