@@ -22,7 +22,8 @@ ExpertInputs = Literal["none", "mxfp8"]
 """In what format an expert's matrices read their inputs: as they come, or rounded to MXFP8 in blocks of 32."""
 
 # An expert's rows are padded to a multiple of this. Matrix libraries compute the last rows of a product with other kernels, so without it a
-# row's bits would depend on how many rows stand beside it: a packed document's numbers on its neighbours' routing.
+# row's bits would depend on how many rows stand beside it: a packed document's numbers on its neighbours' routing. (The same holds for
+# columns, so the promise needs widths that are multiples of 4.)
 _ROW_TILE = 8
 
 

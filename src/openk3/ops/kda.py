@@ -131,8 +131,7 @@ def _mixed(x: Inputs, segments: Segments) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(x: Inputs, segments: Segments) -> tuple[Tensor, Tensor]:
-    o, final, _ = chunk_forward(x, make_plan(segments, x.q.shape[1], x.q.device), segments.count, keep=False)
-    return o, final
+    return chunk_forward(x, make_plan(segments, x.q.shape[1], x.q.device), segments.count, None)
 
 
 def _resting_states(x: Inputs, segments: Segments) -> Tensor:
@@ -158,21 +157,22 @@ class _Chunked(torch.autograd.Function):
         scale: float,
         factored: bool,
     ) -> tuple[Tensor, Tensor]:
-        dtype = accumulation_dtype(q, k, v, g, beta)
+        x = Inputs(q, k, v, g, beta, initial_state, scale, factored, accumulation_dtype(q, k, v, g, beta))
+        kept = Kept()
         with exact(q):
             plan = make_plan(segments, q.shape[1], q.device)
-            o, final, kept = chunk_forward(Inputs(q, k, v, g, beta, initial_state, scale, factored, dtype), plan, segments.count, keep=True)
-        assert kept is not None
-        ctx.save_for_backward(q, k, v, g, beta, initial_state, kept.errors, kept.states)
-        ctx.plan, ctx.scale, ctx.factored, ctx.dtype = plan, scale, factored, dtype
+            o, final = chunk_forward(x, plan, segments.count, kept)
+        ctx.save_for_backward(q, k, v, g, beta, initial_state, *kept.errors, *kept.states)
+        ctx.plan, ctx.scale, ctx.factored, ctx.dtype = plan, scale, factored, x.dtype
         ctx.set_materialize_grads(False)
         return o, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, initial_state, errors, states = ctx.saved_tensors
+        q, k, v, g, beta, initial_state, *kept = ctx.saved_tensors
         x = Inputs(q, k, v, g, beta, initial_state, ctx.scale, ctx.factored, ctx.dtype)
+        groups = len(kept) // 2
         with exact(q):
-            grads = chunk_backward(x, ctx.plan, Kept(errors, states), do, dfinal)
+            grads = chunk_backward(x, ctx.plan, Kept(kept[:groups], kept[groups:]), do, dfinal)
         return grads.q, grads.k, grads.v, grads.g, grads.beta, grads.initial_state, None, None, None

@@ -19,8 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openk3.ops.kda_chunk import Inputs, Kept, members
-from openk3.ops.kda_plan import TILE, Band, Group, Plan, Step
+from openk3.ops.kda_chunk import Inputs, Kept, members, states_after
+from openk3.ops.kda_plan import TILE, Band, Group, Step
 from openk3.ops.kda_tiles import Tiles, clear_future_, halves, make_tiles, score_blocks, suffix_sums_, tile_blocks, unit_lower_inverse
 
 
@@ -34,19 +34,23 @@ class Gradients:
         self.initial_state = None if x.initial_state is None else torch.zeros_like(x.initial_state)
 
 
-def chunk_backward(x: Inputs, plan: Plan, kept: Kept, do: Tensor | None, dfinal: Tensor | None) -> Gradients:
+def chunk_backward(x: Inputs, plan: tuple[Band, ...], kept: Kept, do: Tensor | None, dfinal: Tensor | None) -> Gradients:
     """Gradients from those of o and of the final state (None: no gradient)."""
+    H = x.q.shape[1]
     grads = Gradients(x)
     do = torch.zeros_like(x.v) if do is None else do
-    if x.initial_state is not None and dfinal is not None:
-        assert grads.initial_state is not None
+    if grads.initial_state is not None and dfinal is not None:
         grads.initial_state.copy_(dfinal)
-    for band in plan.bands:
+    for band in plan:
         dstate: Tensor | None = None
-        for group in reversed(band.groups):
-            dstate = _group_backward(x, band, group, kept, do, dfinal, dstate, grads)
+        for i, group in reversed(list(enumerate(band.groups))):
+            if i:
+                earlier = band.groups[i - 1]
+                before = states_after(earlier.steps[-1], kept.states[earlier.number], H)
+            else:
+                before = None if x.initial_state is None else members(band, x.initial_state).to(x.dtype).flatten(0, 1)
+            dstate = _group_backward(x, band, group, before, kept, do, dfinal, dstate, grads)
         if grads.initial_state is not None and dstate is not None:
-            H = x.q.shape[1]
             numbers = torch.tensor(band.sequences, device=dstate.device)
             grads.initial_state.index_copy_(0, numbers, dstate.unflatten(0, (-1, H)).to(grads.initial_state.dtype))
     return grads
@@ -68,49 +72,64 @@ def _incoming(band: Band, step: Step, dstate: Tensor | None, dfinal: Tensor | No
 
 
 def _group_backward(
-    x: Inputs, band: Band, group: Group, kept: Kept, do: Tensor, dfinal: Tensor | None, dstate: Tensor | None, grads: Gradients
+    x: Inputs,
+    band: Band,
+    group: Group,
+    before: Tensor | None,
+    kept: Kept,
+    do: Tensor,
+    dfinal: Tensor | None,
+    dstate: Tensor | None,
+    grads: Gradients,
 ) -> Tensor | None:
-    """Fill in the gradients of a group's tokens; takes and returns the gradient of the states after and before the group."""
+    """Fill in the gradients of a group's tokens.
+
+    `before`: the states in which the group's first step started (None: zeros). Takes and returns the gradient of the states after and before
+    the group.
+    """
     H = x.q.shape[1]
-    q, k, g, beta, do, error = (group.gather(t, x.dtype) for t in (x.q, x.k, x.g, x.beta, do, kept.errors))
+    q, k, g, beta, do = (group.gather(t, x.dtype) for t in (x.q, x.k, x.g, x.beta, do))
     n, _, C, V = do.shape
     M, K = n * H, x.q.shape[2]
     tiles = make_tiles(q, k, g, factored=x.factored, keep=True)
-    rows, A, B = tiles.rows.view(M, 2 * C, K), tiles.scores[:, :, 0], tiles.scores[:, :, 1]
     beta = beta.reshape(M, C)
-    inverse = unit_lower_inverse(B * beta[:, :, None])
-    error = error.reshape(M, C, V)
+    inverse = unit_lower_inverse(tiles.scores[:, :, 1] * beta[:, :, None])
+    error = group.unpack(kept.errors[group.number]).reshape(M, C, V)
     write = error * beta[:, :, None]
     # Beside each other as the rows of q and k are: the gradient of scale·o, and that of -V.
     outward = q.new_empty((M, C, 2, V))
     torch.mul(do, x.scale, out=outward.view(n, H, C, 2, V)[:, :, :, 0])
-    dwrite = torch.bmm(A.mT, outward[:, :, 0])
+    dwrite = torch.bmm(tiles.scores[:, :, 0].mT, outward[:, :, 0])
     dmissing = torch.empty_like(dwrite)
     drows = q.new_empty((M, 2 * C, K))
     dcolumns = q.new_empty((M, C, K))
     dend = q.new_zeros((M, K))
-    for step in reversed(group.steps):
-        span = slice(step.start * H, (step.start + step.count) * H)
+    befores = [before] + [states_after(step, kept.states[group.number], H) for step in group.steps[:-1]]
+    sizes = group.per_step(H)
+    whole = (tiles.rows.view(M, 2 * C, K), tiles.columns, tiles.decay, inverse.mT, beta[:, :, None].neg(), write)
+    made = zip(*(t.split(sizes) for t in whole), strict=True)
+    buffers = (dwrite, dmissing, outward[:, :, 1], outward.view(M, 2 * C, V), drows, dcolumns, dend)
+    per_step = list(zip(group.steps, befores, made, zip(*(t.split(sizes) for t in buffers), strict=True), strict=True))
+    for step, before_, (rows, columns, decay, T, minus_beta, write_), (dwrite_, dmissing_, dv_, outward_, drows_, dcolumns_, dend_) in reversed(
+        per_step
+    ):
         after = _incoming(band, step, dstate, dfinal, x)
         if after is None:
-            dcolumns[span].zero_()
+            dcolumns_.zero_()
         else:
-            dwrite[span].baddbmm_(tiles.columns[span], after)
-            torch.bmm(write[span], after.mT, out=dcolumns[span])
-        torch.bmm(inverse[span].mT, dwrite[span], out=dmissing[span])
-        torch.mul(dmissing[span], -beta[span, :, None], out=outward[span, :, 1])
-        before = _state_before(x, band, step, kept)
-        if before is None:
-            drows[span].zero_()
+            dwrite_.baddbmm_(columns, after)
+            torch.bmm(write_, after.mT, out=dcolumns_)
+        torch.mul(torch.bmm(T, dwrite_, out=dmissing_), minus_beta, out=dv_)
+        if before_ is None:
+            drows_.zero_()
             dstate = None
             continue
-        step_outward = outward[span].view(-1, 2 * C, V)
-        torch.bmm(step_outward, before.mT, out=drows[span])
+        torch.bmm(outward_, before_.mT, out=drows_)
         if after is None:
-            dstate = torch.bmm(rows[span].mT, step_outward)
+            dstate = torch.bmm(rows.mT, outward_)
         else:
-            torch.mul((before * after).sum(-1), tiles.decay[span], out=dend[span])
-            dstate = (after * tiles.decay[span, :, None]).baddbmm_(rows[span].mT, step_outward)
+            torch.mul((before_ * after).sum(-1), decay, out=dend_)
+            dstate = (after * decay[:, :, None]).baddbmm_(rows.mT, outward_)
     dscores = torch.bmm(outward.view(M, 2 * C, V), write.mT).view(M, C, 2, C)
     with group.writing(grads.v, x.dtype) as dv:
         torch.neg(outward.view(n, H, C, 2, V)[:, :, :, 1], out=dv)
@@ -118,13 +137,6 @@ def _group_backward(
         torch.sum(dmissing.mul_(error).view(n, H, C, V), -1, out=dbeta)
     _tiles_backward(q, k, tiles, dscores, drows, dcolumns, dend, group, grads)
     return dstate
-
-
-def _state_before(x: Inputs, band: Band, step: Step, kept: Kept) -> Tensor | None:
-    """The state that a step started in, `[count·H, K, V]`; None for zeros."""
-    if step.index:
-        return kept.states[step.before : step.before + step.count].flatten(0, 1)
-    return None if x.initial_state is None else members(band, x.initial_state).to(x.dtype).flatten(0, 1)
 
 
 def _tiles_backward(

@@ -1,4 +1,4 @@
-"""KDA in chunks of 64 tokens (arXiv 2510.26692 §3; Kimi K3 report §2.1.1): the forward, and the autograd function around it.
+"""KDA in chunks of 64 tokens: the forward (arXiv 2510.26692 §3; Kimi K3 report §2.1.1).
 
 A chunk that starts in state S, with tiles as `openk3.ops.kda_tiles` makes them (`Q`, `Kg` decayed from the start, `Ke` decayed to the end,
 `decay` over the whole chunk, scores A and B):
@@ -14,12 +14,12 @@ Letters: M = chunks times heads, C chunk, K key width, V value width, N sequence
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from openk3.ops.kda_plan import Band, Group, Plan, Step
+from openk3.ops.kda_plan import Band, Group, Step
 from openk3.ops.kda_tiles import make_tiles, unit_lower_inverse
 
 
@@ -40,10 +40,13 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Kept:
-    """What the backward needs beyond the inputs: E `[T, H, V]`, and the state before each chunk that is not its sequence's first."""
+    """What the backward needs beyond the inputs, for each group: its packed E, and the states before chunks that are not their sequence's first.
 
-    errors: Tensor
-    states: Tensor
+    Together T·H·V numbers and one state for each further chunk: with K = V = 128 as many as q and v.
+    """
+
+    errors: list[Tensor] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
 
 
 def members(band: Band, x: Tensor) -> Tensor:
@@ -51,79 +54,83 @@ def members(band: Band, x: Tensor) -> Tensor:
     return x.index_select(0, torch.tensor(band.sequences, device=x.device))
 
 
-def chunk_forward(x: Inputs, plan: Plan, sequences: int, keep: bool) -> tuple[Tensor, Tensor, Kept | None]:
-    """`(o, final_state, what to keep)`."""
-    T, H, K = x.q.shape
-    V = x.v.shape[-1]
+def states_after(step: Step, states: Tensor, heads: int) -> Tensor:
+    """Of a group's kept states `[·, K, V]`, those after one of its steps."""
+    return states[step.kept * heads : (step.kept + step.going_on) * heads]
+
+
+def chunk_forward(x: Inputs, plan: tuple[Band, ...], sequences: int, kept: Kept | None) -> tuple[Tensor, Tensor]:
+    """`(o, final_state)`; fills in `kept` when given one."""
+    H, K, V = x.q.shape[1], x.q.shape[2], x.v.shape[2]
     o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
     if x.initial_state is None:
         final = x.v.new_zeros((sequences, H, K, V), dtype=x.dtype)
     else:
         final = x.initial_state.to(x.dtype, copy=True)
-    kept = None
-    if keep:
-        kept = Kept(x.v.new_empty((T, H, V), dtype=x.dtype), x.v.new_empty((plan.states, H, K, V), dtype=x.dtype))
-    for band in plan.bands:
+    for band in plan:
         state = None if x.initial_state is None else members(band, final).flatten(0, 1)
-        scratch = None if keep else x.v.new_empty((2, len(band.sequences) * H, K, V), dtype=x.dtype)
+        scratch = x.v.new_empty((2, 0 if kept is not None else len(band.sequences) * H, K, V), dtype=x.dtype)
         for group in band.groups:
             state = _run_group(x, band, group, state, o, final, kept, scratch)
-    return o, final, kept
+    return o, final
 
 
 def _run_group(
-    x: Inputs, band: Band, group: Group, state: Tensor | None, o: Tensor, final: Tensor, kept: Kept | None, scratch: Tensor | None
+    x: Inputs, band: Band, group: Group, state: Tensor | None, o: Tensor, final: Tensor, kept: Kept | None, scratch: Tensor
 ) -> Tensor | None:
-    """Advance the band's sequences over one group; returns the state after it of those that go on."""
-    H = x.q.shape[1]
+    """Advance the band's sequences over one group; returns the state after it of those that go on.
+
+    Where nothing is kept, the states alternate between the two of `scratch` `[2, ·, K, V]`.
+    """
+    H, K = x.q.shape[1:]
     q, k, v, g, beta = (group.gather(t, x.dtype) for t in (x.q, x.k, x.v, x.g, x.beta))
     n, _, C, V = v.shape
     tiles = make_tiles(q, k, g, factored=x.factored, keep=False)
-    rows, A, B = tiles.rows.view(n * H, 2 * C, -1), tiles.scores[:, :, 0], tiles.scores[:, :, 1]
     beta = beta.reshape(n * H, C)
-    inverse = unit_lower_inverse(B * beta[:, None, :])
+    inverse = unit_lower_inverse(tiles.scores[:, :, 1] * beta[:, None, :])
+    missing, out, error = v.new_empty((3, n * H, C, V))
     if kept is None:
+        # diag(beta) E at once: E itself is of use to the backward alone.
         inverse.mul_(beta[:, :, None])
-    missing, write, out = v.new_empty((3, n * H, C, V))
-    error = None if kept is None else torch.empty_like(write)
+        write = error
+        states = scratch
+    else:
+        error, write, states = v.new_empty((n * H, C, V)), error, v.new_empty((group.states * H, K, V))
+    counts, sizes = [step.count for step in group.steps], group.per_step(H)
+    whole = (tiles.rows.view(n * H, 2 * C, K), tiles.scores[:, :, 0], inverse, tiles.decay, tiles.columns, beta[:, :, None])
     with group.writing(o, x.dtype) as o_window:
-        for step in group.steps:
-            chunks = slice(step.start, step.start + step.count)
-            span = slice(step.start * H, (step.start + step.count) * H)
+        made = zip(*(t.split(sizes) for t in whole), strict=True)
+        buffers = zip(*(t.split(sizes) for t in (missing, error, write, out)), strict=True)
+        ends = zip(v.split(counts), o_window.split(counts), strict=True)
+        for step, (rows, A, T, decay, columns, beta_), (missing_, error_, write_, out_), (v_, o_) in zip(
+            group.steps, made, buffers, ends, strict=True
+        ):
+            seen = None
             if state is None:
-                missing[span].view(-1, H, C, V).copy_(v[chunks])
+                missing_.view(v_.shape).copy_(v_)
             else:
-                seen = torch.bmm(rows[span], state).view(-1, H, C, 2, V)
-                torch.sub(v[chunks], seen[:, :, :, 1], out=missing[span].view(-1, H, C, V))
-            if error is None:
-                torch.bmm(inverse[span], missing[span], out=write[span])
+                seen = torch.bmm(rows, state).view(-1, H, C, 2, V)
+                torch.sub(v_, seen[:, :, :, 1], out=missing_.view(v_.shape))
+            torch.bmm(T, missing_, out=error_)
+            if kept is not None:
+                torch.mul(error_, beta_, out=write_)
+            torch.baddbmm(out_, A, write_, beta=0, alpha=x.scale, out=out_)
+            if seen is None:
+                o_.copy_(out_.view(o_.shape))
             else:
-                torch.bmm(inverse[span], missing[span], out=error[span])
-                torch.mul(error[span], beta[span, :, None], out=write[span])
-            new = torch.baddbmm(out[span], A[span], write[span], beta=0, alpha=x.scale, out=out[span]).view(-1, H, C, V)
-            if state is None:
-                o_window[chunks].copy_(new)
-            else:
-                torch.add(new, seen[:, :, :, 0], alpha=x.scale, out=o_window[chunks])
-            state = _advance(band, step, state, tiles.decay[span], tiles.columns[span], write[span], final, kept, scratch)
-    if kept is not None and error is not None:
-        with group.writing(kept.errors, x.dtype) as window:
-            window.copy_(error.view(n, H, C, V))
+                torch.add(out_.view(o_.shape), seen[:, :, :, 0], alpha=x.scale, out=o_)
+            target = states_after(step, states, H) if kept is not None else states[step.index % 2, : step.going_on * H]
+            state = _advance(band, step, state, decay, columns, write_, final, target)
+    if kept is not None:
+        kept.errors.append(group.pack(error.view(n, H, C, V)))
+        kept.states.append(states)
     return state
 
 
 def _advance(
-    band: Band,
-    step: Step,
-    state: Tensor | None,
-    decay: Tensor,
-    columns: Tensor,
-    write: Tensor,
-    final: Tensor,
-    kept: Kept | None,
-    scratch: Tensor | None,
+    band: Band, step: Step, state: Tensor | None, decay: Tensor, columns: Tensor, write: Tensor, final: Tensor, target: Tensor
 ) -> Tensor | None:
-    """The state after a step of the sequences that go on; that of the others is put into `final`."""
+    """Put the states after a step into `target` for the sequences that go on, which is returned, and into `final` for the others."""
     H = final.shape[1]
     split = step.going_on * H
 
@@ -134,13 +141,6 @@ def _advance(
 
     if step.going_on < step.count:
         ended = torch.tensor(band.sequences[step.going_on : step.count], device=final.device)
-        out = torch.empty((write.shape[0] - split, *final.shape[2:]), dtype=final.dtype, device=final.device)
+        out = final.new_empty((write.shape[0] - split, *final.shape[2:]))
         final.index_copy_(0, ended, after(slice(split, None), out).unflatten(0, (-1, H)))
-    if not step.going_on:
-        return None
-    if kept is not None:
-        target = kept.states[step.after : step.after + step.going_on].flatten(0, 1)
-    else:
-        assert scratch is not None
-        target = scratch[step.index % 2, :split]
-    return after(slice(0, split), target)
+    return after(slice(0, split), target) if step.going_on else None

@@ -20,7 +20,7 @@ from openk3.ops.segments import Segments
 CHUNK = 64
 TILE = 16
 # Head-chunks whose arrays are worked on together: enough for efficient batched products, few enough that the arrays stay in the cache.
-GROUP_MATRICES = 64
+GROUP_MATRICES = 32
 # Head-chunks that one step of the recurrence should have at least, if there are that many.
 STEP_MATRICES = 8
 
@@ -29,26 +29,25 @@ STEP_MATRICES = 8
 class Step:
     """Chunk number `index` of the first `count` sequences of a band: chunks `start` to `start + count` of their group.
 
-    The first `going_on` of them have a further chunk. The backward wants the state before each chunk that is not its sequence's first: those
-    of this step are kept from position `before` (when index > 0), those of the next step from position `after`.
+    The first `going_on` of them have a further chunk; their states after this one are kept from position `kept` of the group's states.
     """
 
     index: int
     start: int
     count: int
     going_on: int
-    before: int
-    after: int
+    kept: int
 
 
 @dataclass(frozen=True)
 class Group:
-    """n chunks that are prepared together: some consecutive steps of a band.
+    """n chunks that are prepared together: some consecutive steps of a band. `number` counts groups over all bands.
 
     `first` is the flat index of the first token when the n·C slots are consecutive tokens; else `slots` `[n·C]` holds the token of each slot.
     `used` are the slots that hold a token and `free` those that do not, when there are such; `last` `[n]` is each chunk's last used slot.
     """
 
+    number: int
     chunks: int
     width: int
     steps: tuple[Step, ...]
@@ -57,6 +56,26 @@ class Group:
     used: Tensor
     free: Tensor | None
     last: Tensor
+
+    @property
+    def states(self) -> int:
+        """How many states are kept of the group."""
+        return self.steps[-1].kept + self.steps[-1].going_on
+
+    def per_step(self, heads: int) -> list[int]:
+        """Head-chunks of each step."""
+        return [step.count * heads for step in self.steps]
+
+    def pack(self, x: Tensor) -> Tensor:
+        """`[n, H, C, …]` without what free slots hold; `x` itself when there are none."""
+        return x if self.free is None else x.transpose(1, 2).flatten(0, 1).index_select(0, self.used)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """The reverse of `pack`; free slots hold 0."""
+        if self.free is None:
+            return x
+        rows = x.new_zeros((self.chunks * self.width, *x.shape[1:])).index_copy_(0, self.used, x)
+        return rows.unflatten(0, (self.chunks, self.width)).transpose(1, 2)
 
     def gather(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """`[T, H, …]` to `[n, H, C, …]`; free slots hold 0. A view of `x` where that can be."""
@@ -96,25 +115,20 @@ class Band:
     groups: tuple[Group, ...]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """All bands; `states` is how many chunks are not their sequence's first. Sequences without a token are in no band."""
-
-    bands: tuple[Band, ...]
-    states: int
-
-
 def chunk_width(length: int) -> int:
     """C for a sequence of the given length: short sequences need not fill 64 slots."""
     return TILE if length <= TILE else 2 * TILE if length <= 2 * TILE else CHUNK
 
 
-def make_plan(segments: Segments, heads: int, device: torch.device) -> Plan:
-    """Cut the sequences into bands of groups of chunks. The chunk width of a sequence depends on its own length alone."""
+def make_plan(segments: Segments, heads: int, device: torch.device) -> tuple[Band, ...]:
+    """Cut the sequences into bands of groups of chunks; sequences without a token are in none.
+
+    The chunk width of a sequence depends on its own length alone.
+    """
     lengths = segments.lengths
     order = sorted((n for n in range(segments.count) if lengths[n]), key=lambda n: (-chunk_width(lengths[n]), -lengths[n], n))
-    bands = []
-    states = position = 0
+    bands: list[Band] = []
+    groups = position = 0
     while position < len(order):
         width = chunk_width(lengths[order[position]])
         members: list[int] = []
@@ -126,39 +140,40 @@ def make_plan(segments: Segments, heads: int, device: torch.device) -> Plan:
             members.append(order[position])
             chunks += more
             position += 1
-        bands.append(Band(tuple(members), tuple(_groups(segments, members, width, heads, states, device))))
-        states += chunks - len(members)
-    return Plan(tuple(bands), states)
+        bands.append(Band(tuple(members), tuple(_groups(segments, members, width, heads, groups, device))))
+        groups += len(bands[-1].groups)
+    return tuple(bands)
 
 
-def _groups(segments: Segments, members: Sequence[int], width: int, heads: int, state: int, device: torch.device) -> Iterator[Group]:
+def _groups(segments: Segments, members: Sequence[int], width: int, heads: int, number: int, device: torch.device) -> Iterator[Group]:
     chunks = [-(-segments.lengths[n] // width) for n in members]
     running = [sum(count > index for count in chunks) if len(chunks) > 1 else 1 for index in range(chunks[0])] + [0]
     steps: list[Step] = []
     starts: list[int] = []
     lengths: list[int] = []
+    kept = 0
     for index in range(chunks[0]):
-        count = running[index]
+        count, going_on = running[index], running[index + 1]
         if steps and (len(starts) + count) * heads > GROUP_MATRICES:
-            yield _group(steps, starts, lengths, width, device)
-            steps, starts, lengths = [], [], []
-        after = state if index == 0 else state + count
-        steps.append(Step(index, len(starts), count, running[index + 1], state, after))
-        state = after
+            yield _group(number, steps, starts, lengths, width, device)
+            number += 1
+            steps, starts, lengths, kept = [], [], [], 0
+        steps.append(Step(index, len(starts), count, going_on, kept))
+        kept += going_on
         for n in members[:count]:
             starts.append(segments.starts[n] + index * width)
             lengths.append(min(width, segments.lengths[n] - index * width))
-    yield _group(steps, starts, lengths, width, device)
+    yield _group(number, steps, starts, lengths, width, device)
 
 
-def _group(steps: list[Step], starts: list[int], lengths: list[int], width: int, device: torch.device) -> Group:
+def _group(number: int, steps: list[Step], starts: list[int], lengths: list[int], width: int, device: torch.device) -> Group:
     chunks = len(starts)
     last = torch.tensor([length - 1 for length in lengths], device=device)
     if min(lengths) == width and starts == list(range(starts[0], starts[0] + chunks * width, width)):
         nothing = torch.empty(0, dtype=torch.int64, device=device)
-        return Group(chunks, width, tuple(steps), starts[0], nothing, nothing, None, last)
+        return Group(number, chunks, width, tuple(steps), starts[0], nothing, nothing, None, last)
     offsets = torch.arange(width)
     held = (offsets < torch.tensor(lengths)[:, None]).flatten()
     slots = (torch.tensor(starts)[:, None] + offsets).flatten().masked_fill(~held, 0).to(device)
     free = None if min(lengths) == width else (~held).nonzero()[:, 0].to(device)
-    return Group(chunks, width, tuple(steps), None, slots, held.nonzero()[:, 0].to(device), free, last)
+    return Group(number, chunks, width, tuple(steps), None, slots, held.nonzero()[:, 0].to(device), free, last)
