@@ -55,7 +55,9 @@ def tiny(text: Path, steps: int | None = 8, **changes: Any) -> TrainConfig:
         seed=3,
     )
     for name, value in changes.items():
-        section = next((s for s in dataclasses.fields(config) if name in getattr(getattr(config, s.name), "__dataclass_fields__", {})), None)
+        section = next(
+            (s for s in dataclasses.fields(config) if name in getattr(getattr(config, s.name), "__dataclass_fields__", {})), None
+        )
         if section is None:
             config = dataclasses.replace(config, **{name: value})
         else:
@@ -65,7 +67,10 @@ def tiny(text: Path, steps: int | None = 8, **changes: Any) -> TrainConfig:
 
 def fingerprint(checkpoint: Path) -> dict[str, str]:
     """SHA-256 of each file of a checkpoint that must not depend on how it came about: the clock stands in training.pt."""
-    return {name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in ("model.safetensors", "config.json", "tokenizer.json")}
+    return {
+        name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
+        for name in ("model.safetensors", "config.json", "tokenizer.json")
+    }
 
 
 def timeless(metrics: Path) -> list[dict[str, Any]]:

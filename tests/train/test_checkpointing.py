@@ -32,7 +32,11 @@ def companion(tmp_path: Path) -> Path:
     return file
 
 
-STATE: dict[str, Any] = {"step": 3, "rng": torch.arange(5, dtype=torch.uint8), "nested": {"losses": [1.5, float("inf")], "name": "x", "none": None}}
+STATE: dict[str, Any] = {
+    "step": 3,
+    "rng": torch.arange(5, dtype=torch.uint8),
+    "nested": {"losses": [1.5, float("inf")], "name": "x", "none": None},
+}
 
 
 def store(directory: Path, model: Decoder, companion: Path, step: int, keep: int = 2) -> Checkpoint:

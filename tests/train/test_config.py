@@ -115,7 +115,9 @@ def test_later_overrides_win() -> None:
         TrainConfig(),
         TrainConfig(seed=2**63 - 1, start_from='a "b"\\c\n\x01ü', data=DataSettings(paths=("x", "\u2028é"), heldout=0.0)),
         TrainConfig(schedule=ScheduleSettings(minutes=0.1), compute=ComputeSettings(threads=2, device="cuda:1")),
-        with_overrides(TrainConfig(), {"mla_layers": [1, 3], "rms_norm_eps": 1e-06, "latent_norm": False, "latent_size": "none", "family": "k"}),
+        with_overrides(
+            TrainConfig(), {"mla_layers": [1, 3], "rms_norm_eps": 1e-06, "latent_norm": False, "latent_size": "none", "family": "k"}
+        ),
         TrainConfig(optimizer=OptimizerConfig(lr=1e-300, eps=5e-324, weight_decay=1e22)),
     ],
 )
@@ -146,7 +148,18 @@ def test_every_value_survives_the_writer(table: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("3", 3), ("0.5", 0.5), ("[1, 2]", [1, 2]), ("true", True), ("situ", "situ"), ('"a b"', "a b"), ("none", "none"), ("", ""), ("a=b", "a=b"), ("1\nb = 2", "1\nb = 2")],
+    [
+        ("3", 3),
+        ("0.5", 0.5),
+        ("[1, 2]", [1, 2]),
+        ("true", True),
+        ("situ", "situ"),
+        ('"a b"', "a b"),
+        ("none", "none"),
+        ("", ""),
+        ("a=b", "a=b"),
+        ("1\nb = 2", "1\nb = 2"),
+    ],
 )
 def test_a_value_of_the_command_line(text: str, value: object) -> None:
     assert toml_tree.parse_value(text) == value and type(toml_tree.parse_value(text)) is type(value)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from openk3 import Decoder, ModelConfig, Segments
-from openk3.train.guards import LossGuard, all_finite, locate
+from openk3.train.guards import LossGuard, all_finite, locate, locate_gradient
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
@@ -64,27 +64,40 @@ def batch(model: Decoder) -> tuple[torch.Tensor, Segments, torch.Tensor]:
 
 def test_a_broken_weight_is_named() -> None:
     model = Decoder(ModelConfig.named("debug13"), generator=torch.Generator().manual_seed(0))
+    tokens, segments, _ = batch(model)
+    assert locate(model, tokens, segments) is None
     with torch.no_grad():
         model.layers[2].mlp.router.weight[1, 1] = math.nan
-    tokens, segments, _ = batch(model)
-    assert locate(model, tokens, segments, gradients=False) == "the weight layers.2.mlp.router.weight is not finite"
+    assert locate(model, tokens, segments) == "the weight layers.2.mlp.router.weight is not finite"
 
 
-def test_the_first_layer_whose_output_breaks_is_named() -> None:
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("layers.3.mlp.latent_up.weight", "the output of layer 3 (MLA) is the first that is not finite"),
+        ("layers.0.mlp.down_proj.weight", "the output of layer 0 (KDA) is the first that is not finite"),
+        ("layers.4.attn.o_proj.weight", "in layer 4, the router's score is NaN"),
+    ],
+)
+def test_the_first_layer_that_breaks_is_named(place: str, said: str) -> None:
     model = Decoder(ModelConfig.named("debug13"), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        model.layers[3].attn.o_proj.weight.fill_(3e38)
+        # Finite themselves, but not what they are multiplied with: infinities of both signs add up to NaN.
+        model.get_parameter(place).fill_(3e38)
+        model.get_parameter(place)[::2] *= -1
     tokens, segments, _ = batch(model)
-    assert locate(model, tokens, segments, gradients=False) == "the output of layer 3 (MLA) is the first that is not finite"
+    found = locate(model, tokens, segments)
+    assert found is not None and found.startswith(said), found
+    assert not model.layers[0]._forward_hooks
 
 
 def test_the_gradient_nearest_to_the_loss_is_named() -> None:
     model = Decoder(ModelConfig.named("debug13"), generator=torch.Generator().manual_seed(0))
     tokens, segments, targets = batch(model)
     model.loss(tokens, segments, targets).total.backward()
-    assert locate(model, tokens, segments, gradients=True).startswith("weights, layer outputs and gradients of this batch are finite")
+    assert locate_gradient(model) is None
     for name, parameter in model.named_parameters():
         if name.startswith(("layers.2.", "layers.0.")) and parameter.grad is not None:
             parameter.grad.fill_(math.inf)
-    said = locate(model, tokens, segments, gradients=True)
-    assert said.startswith("the first gradient that is not finite is that of layers.2.mlp_res."), said
+    said = locate_gradient(model)
+    assert said is not None and said.startswith("the first gradient that is not finite is that of layers.2.mlp_res."), said

@@ -15,7 +15,9 @@ GIB = 2**30
 def machine(root: Path, *, available_kb: int = 8 * 2**20, cgroup: str = "0::/\n", files: dict[str, str] | None = None) -> Path:
     """A tree with /proc and /sys/fs/cgroup as the kernel shows them."""
     (root / "proc/self").mkdir(parents=True)
-    (root / "proc/meminfo").write_text(f"MemTotal:       32000000 kB\nMemFree:         1000 kB\nMemAvailable:   {available_kb} kB\nHugePages_Total: 0\n")
+    (root / "proc/meminfo").write_text(
+        f"MemTotal:       32000000 kB\nMemFree:         1000 kB\nMemAvailable:   {available_kb} kB\nHugePages_Total: 0\n"
+    )
     (root / "proc/self/cgroup").write_text(cgroup)
     for name, text in (files or {}).items():
         file = root / "sys/fs/cgroup" / name
@@ -78,6 +80,8 @@ def test_what_does_not_fit_is_refused_with_its_terms_largest_first() -> None:
     assert str(refusal.value) == "this needs 7.0 GiB of memory (activations 5.0 GiB, weights 2.0 GiB), but 7.0 GiB are available: use less"
 
 
-@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * GIB, "3.0 GiB"), (5000 * 2**40, "5,000.0 TiB")])
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * GIB, "3.0 GiB"), (5000 * 2**40, "5,000.0 TiB")]
+)
 def test_sizes_are_readable(size: int, text: str) -> None:
     assert memory.readable(size) == text

@@ -12,9 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from openk3.train import plot
 from openk3.train.checkpointing import listed
 from openk3.train.loop import resume, train
 from tests.train.runs import fingerprint, process, timeless, tiny, train_or_resume, write_text
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than the runs."""
+    monkeypatch.setattr(plot, "draw", lambda metrics, target: None)
 
 
 def states_equal(left: Any, right: Any) -> bool:

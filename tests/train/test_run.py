@@ -78,7 +78,11 @@ def test_no_run_is_said(tmp_path: Path) -> None:
 def test_two_in_one_directory(tmp_path: Path) -> None:
     path = made(tmp_path / "run")
     holder = subprocess.Popen(
-        [sys.executable, "-c", f"from openk3.train.run import RunDirectory as R; r = R.open({str(path)!r}); print('in', flush=True); input()"],
+        [
+            sys.executable,
+            "-c",
+            f"from openk3.train.run import RunDirectory as R; r = R.open({str(path)!r}); print('in', flush=True); input()",
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -32,7 +32,7 @@ class Arguments:
     texts: Annotated[tuple[str, ...], tyro.conf.Positional]
     """Text files and directories; each is a row of the table."""
     context: int | None = None
-    """Longest run of tokens that is predicted without forgetting what came before. None: as the run was trained, or 2048."""
+    """Longer documents are cut into pieces of so many tokens. None: as the run was trained, or 2048."""
     json: bool = False
     """Print one JSON object instead of a table."""
     dtype: Literal["stored", "float32", "bfloat16", "float64"] = "stored"
@@ -61,7 +61,16 @@ def main(argv: list[str]) -> int:
     rows = list(evaluate_texts(model, tokenizer, arguments.texts, context=context))
     total = sum((result for _, result in rows), Evaluation(0.0, 0, 0))
     if arguments.json:
-        print(json.dumps({"checkpoint": str(checkpoint), "context": context, "texts": [_as_json(*row) for row in rows], "total": _as_json("total", total)}))
+        print(
+            json.dumps(
+                {
+                    "checkpoint": str(checkpoint),
+                    "context": context,
+                    "texts": [_as_json(*row) for row in rows],
+                    "total": _as_json("total", total),
+                }
+            )
+        )
     else:
         _show(checkpoint, context, rows, total)
     return 0
@@ -98,6 +107,12 @@ def _show(checkpoint: Path, context: int, rows: list[tuple[str, Evaluation]], to
     shown = [*rows, ("total", total)] if len(rows) > 1 else rows
     for name, one in shown:
         table.add_row(
-            name, f"{one.documents:,}", f"{one.bytes:,}", f"{one.tokens:,}", f"{one.loss:.4f}", f"{one.perplexity:,.2f}", f"{one.bits_per_byte:.4f}"
+            name,
+            f"{one.documents:,}",
+            f"{one.bytes:,}",
+            f"{one.tokens:,}",
+            f"{one.loss:.4f}",
+            f"{one.perplexity:,.2f}",
+            f"{one.bits_per_byte:.4f}",
         )
     Console(highlight=False).print(table)

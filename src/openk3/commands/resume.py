@@ -46,6 +46,9 @@ def main(argv: list[str]) -> int:
     with Display(quiet=arguments.quiet) as display:
         result = resume(arguments.run, on_event=display, steps=arguments.steps, minutes=arguments.minutes, tokens=arguments.tokens)
     if result.loss is None and result.finished:
-        print(f"{result.run} is finished: step {result.step:,}, {result.tokens:,} tokens; to train it further, give a later --steps or --minutes")
+        print(
+            f"{result.run} is finished: step {result.step:,}, {result.tokens:,} tokens; "
+            "to train it further, give a later --steps or --minutes"
+        )
         return 0
     return report(result)

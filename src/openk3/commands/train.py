@@ -99,7 +99,7 @@ def report(result: RunResult) -> int:
     if not result.finished:
         print(f"stopped and saved at {done}\ngo on with: openk3 resume {result.run}")
         return 128 + (result.signal or 0)
-    print(f"done: {done}\n{_inventory(result.run)}\ntry: openk3 generate {result.run} --prompt \"…\"")
+    print(f'done: {done}\n{_inventory(result.run)}\ntry: openk3 generate {result.run} --prompt "…"')
     return 0
 
 

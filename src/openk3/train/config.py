@@ -98,7 +98,8 @@ class DataSettings:
             raise UserError("data.tokenizer and data.vocab_size are both given: a tokenizer that is there has its size already")
         if self.sequence_length > self.tokens_per_batch:
             raise UserError(
-                f"data.sequence_length is {self.sequence_length}, more than the {self.tokens_per_batch} tokens of a batch (data.tokens_per_batch)"
+                f"data.sequence_length is {self.sequence_length}, more than the {self.tokens_per_batch} tokens of a batch "
+                "(data.tokens_per_batch)"
             )
 
 
@@ -235,7 +236,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.start_from is not None and (self.model.name is not None or self.model.overrides):
-            raise UserError(f"the model comes from {self.start_from} (--from): leave out its name and its fields (model.name, model.overrides)")
+            raise UserError(
+                f"the model comes from {self.start_from} (--from): leave out its name and its fields (model.name, model.overrides)"
+            )
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed is {self.seed}: it must be from 0 to below 2**63")
 

@@ -1,7 +1,7 @@
 """A run as a person watches it: a live panel on a terminal, plain lines elsewhere.
 
-    with Display() as display:
-        train(config, "runs/first", on_event=display)
+with Display() as display:
+    train(config, "runs/first", on_event=display)
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def describe(begun: Begun) -> str:
     end = f"{begun.total_steps:,} steps" if begun.total_steps is not None else duration(begun.total_seconds or 0.0)
     more = f", from step {begun.step:,} on" if begun.step else ""
     return (
-        f"{begun.run}: {begun.parameters / 1e6:.1f} M parameters, {begun.train_tokens:,} tokens to learn from, {begun.heldout_tokens:,} held out; "
-        f"{end}{more}; memory about {readable(begun.needed_bytes)} of {readable(begun.available_bytes)}"
+        f"{begun.run}: {begun.parameters / 1e6:.1f} M parameters, {begun.train_tokens:,} tokens to learn from, "
+        f"{begun.heldout_tokens:,} held out; {end}{more}; memory about {readable(begun.needed_bytes)} of {readable(begun.available_bytes)}"
     )
 
 
@@ -149,7 +149,10 @@ def balance_line(balance: Balance, most: int = 64) -> Text:
     for height in heights:
         share = height / mean if mean else 0.0
         text.append(_BARS[min(7, int(share * 4))] if height else " ", style="green" if share < 1.5 else "yellow" if share < 3 else "red")
-    return text.append(f"  layer {layer}: busiest {balance.worst:+.2f} over the mean; mean of layers {balance.mean:+.2f}; {balance.used:.0%} of experts used")
+    return text.append(
+        f"  busiest {balance.worst:+.2f} over the mean (layer {layer}); mean of layers {balance.mean:+.2f}; "
+        f"{balance.used:.0%} of experts used"
+    )
 
 
 def sparkline(values: list[float], width: int) -> str:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from openk3.model.decoder import Decoder
+from openk3.ops.segments import Segments
 from openk3.text.corpus import read_documents
-from openk3.text.token_file import Part, encode_corpus
+from openk3.text.token_file import Part, TokenFile, encode_corpus
 from openk3.text.tokenizer import Tokenizer
 from openk3.train.batches import Batch, heldout_batches
 
@@ -45,9 +48,7 @@ class Evaluation:
         return self.nats / (math.log(2) * self.bytes) if self.bytes else math.nan
 
     def __add__(self, other: Evaluation) -> Evaluation:
-        return Evaluation(
-            self.nats + other.nats, self.tokens + other.tokens, self.bytes + other.bytes, self.documents + other.documents
-        )
+        return Evaluation(self.nats + other.nats, self.tokens + other.tokens, self.bytes + other.bytes, self.documents + other.documents)
 
 
 @torch.no_grad()
@@ -81,17 +82,46 @@ def evaluate_part(
 def evaluate_texts(
     model: Decoder, tokenizer: Tokenizer, paths: Sequence[str], *, context: int, precision: str = "fp32", tokens_per_batch: int = 4096
 ) -> Iterator[tuple[str, Evaluation]]:
-    """(path, result) for each of `paths`, a file or a directory each. A token sees at most `context` tokens before it.
+    """(path, result) for each of `paths`, a file or a directory each. Longer documents are cut into pieces of `context` tokens.
 
     Raises UserError for what is no text.
     """
     with tempfile.TemporaryDirectory(prefix="openk3-eval-") as scratch:
         for number, path in enumerate(paths):
             file = encode_corpus(read_documents([path]), tokenizer, Path(scratch) / f"{number}.bin")
-            result = evaluate_part(
-                model, file.whole(), tokens_per_batch=max(tokens_per_batch, context), sequence_length=context, precision=precision
-            )
-            yield path, Evaluation(result.nats, result.tokens, result.bytes, file.documents)
+            result = evaluate(model, whole_pieces(file, tokens_per_batch, context), precision)
+            yield path, dataclasses.replace(result, documents=file.documents)
+
+
+def whole_pieces(file: TokenFile, tokens_per_batch: int, context: int) -> Iterator[Batch]:
+    """Every prediction of `file` once, in order. No batch cuts a piece of `context` tokens, so each but a document's last is so long;
+    a batch ends with the piece that fills it."""
+    pieces: list[tuple[int, int, int]] = []
+    held = 0
+    for document in range(file.documents):
+        first, last = int(file.offsets[document]), int(file.offsets[document + 1]) - 1
+        for start in range(first, last, context):
+            pieces.append((document, start, min(context, last - start)))
+            held += pieces[-1][2]
+            if held >= tokens_per_batch:
+                yield _batch_of(file, pieces)
+                pieces, held = [], 0
+    if pieces:
+        yield _batch_of(file, pieces)
+
+
+def _batch_of(file: TokenFile, pieces: Sequence[tuple[int, int, int]]) -> Batch:
+    tokens = np.concatenate([file.tokens[start : start + length] for _, start, length in pieces]).astype(np.int64)
+    targets = np.concatenate([file.tokens[start + 1 : start + length + 1] for _, start, length in pieces]).astype(np.int64)
+    return Batch(
+        tokens=torch.from_numpy(tokens),
+        targets=torch.from_numpy(targets),
+        segments=Segments.of([length for _, _, length in pieces]),
+        positions=tuple(start for _, start, _ in pieces),
+        documents=tuple(document for document, _, _ in pieces),
+        text_bytes=int(file.text_lengths[targets].sum()),
+        epoch=0,
+    )
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[object]:

@@ -48,40 +48,47 @@ class LossGuard:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every element is finite. The sum of squares of a tensor is finite only if its elements are, and is one pass."""
+    """Whether every element of every tensor is finite."""
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 @torch.no_grad()
-def locate(model: Decoder, tokens: Tensor, segments: Segments, gradients: bool) -> str:
-    """Where the first value that is not finite is: in a weight, in the output of a layer for this batch, or in a gradient.
-
-    `gradients` says whether the model holds those of the step at fault.
-    """
+def locate(model: Decoder, tokens: Tensor, segments: Segments) -> str | None:
+    """Where the first value that is not finite is: in a weight, or in the output of a layer for this batch. None: nowhere."""
     for name, parameter in model.named_parameters():
         if not all_finite([parameter]):
             return f"the weight {name} is not finite"
-    layer = _first_layer(model, tokens, segments)
-    if layer is not None:
-        return layer
-    if gradients:
-        broken = [name for name, parameter in model.named_parameters() if parameter.grad is not None and not all_finite([parameter.grad])]
-        if broken:
-            # The backward pass walks from the loss down, so the deepest of them was reached first.
-            return f"the first gradient that is not finite is that of {broken[-1]} ({len(broken)} of {_count(model)} parameters)"
-    return "weights, layer outputs and gradients of this batch are finite"
+    reached: list[int] = []
+    broken: list[int] = []
+
+    def watch(module: nn.Module, inputs: object, residual: tuple[Tensor, list[Tensor]]) -> None:
+        reached.append(len(reached))
+        if not all_finite([residual[0]]):
+            broken.append(reached[-1])
+
+    handles = [layer.register_forward_hook(watch) for layer in model.layers]
+    try:
+        hidden = model(tokens, segments, logits="last").hidden
+    except ValueError as error:
+        # Routing refuses scores that are not finite, so the layer that it belongs to gives no output.
+        return _said_of(model, broken[0]) if broken else f"in layer {len(reached)}, {error}"
+    finally:
+        for handle in handles:
+            handle.remove()
+    if broken:
+        return _said_of(model, broken[0])
+    return None if all_finite([hidden]) else "what the head reads is the first that is not finite"
 
 
-def _first_layer(model: Decoder, tokens: Tensor, segments: Segments) -> str | None:
-    output = model(tokens, segments, logits="last", hidden_states=True)
-    for index, hidden_TD in enumerate(output.hidden_states or ()):
-        if not all_finite([hidden_TD]):
-            if index == 0:
-                return "the embedding of this batch is not finite"
-            kind = "MLA" if model.config.is_mla(index - 1) else "KDA"
-            return f"the output of layer {index - 1} ({kind}) is the first that is not finite"
-    return None
+def locate_gradient(model: nn.Module) -> str | None:
+    """Which parameter's gradient is the first that is not finite, in the order of the backward pass. None: all are finite."""
+    broken = [name for name, parameter in model.named_parameters() if parameter.grad is not None and not all_finite([parameter.grad])]
+    if not broken:
+        return None
+    # The backward pass walks from the loss down, so the deepest of them was reached first.
+    total = sum(1 for _ in model.parameters())
+    return f"the first gradient that is not finite is that of {broken[-1]} ({len(broken)} of {total} parameters)"
 
 
-def _count(model: nn.Module) -> int:
-    return sum(1 for _ in model.parameters())
+def _said_of(model: Decoder, layer: int) -> str:
+    return f"the output of layer {layer} ({'MLA' if model.config.is_mla(layer) else 'KDA'}) is the first that is not finite"

@@ -30,7 +30,9 @@ class Horizon:
             return Horizon(-(-schedule.tokens // tokens_per_step), None, schedule.warmup, schedule.final)
         if schedule.steps is not None:
             return Horizon(schedule.steps, None, schedule.warmup, schedule.final)
-        raise UserError("how long to train is not said: give --steps, --minutes or --tokens (schedule.steps, .minutes or .tokens in a file)")
+        raise UserError(
+            "how long to train is not said: give --steps, --minutes or --tokens (schedule.steps, .minutes or .tokens in a file)"
+        )
 
     def share(self, step: int, seconds: float) -> float:
         """How much is done after `step` steps and `seconds` of training, 0 to 1."""

@@ -1,7 +1,7 @@
 """The training loop, in one visible function, and the two ways into it: a new run, and one that goes on.
 
-    result = train(TrainConfig(...), "runs/first", on_event=print)
-    result = resume("runs/first", steps=2000)
+result = train(TrainConfig(...), "runs/first", on_event=print)
+result = resume("runs/first", steps=2000)
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RunResult:
     """The signal that asked."""
 
 
-class Diverged(UserError):  # noqa: N818 - it says what happened to the run
+class Diverged(UserError):
     """The loss or a gradient is not finite, or the loss leapt. The checkpoints are as they were."""
 
 
@@ -148,8 +148,8 @@ def _loop(
         step_began = time.monotonic()
         lr_scale = horizon.lr_scale(state.step, state.seconds)
         try:
-            outcome = _step(state, config, lr_scale)
-        except _TripError as trip:
+            outcome = take_step(state, config, lr_scale)
+        except TripError as trip:
             _append(metrics, {"step": state.step + 1, "stopped": str(trip)}, saved)
             _draw(run, on_event)
             raise Diverged(_explanation(trip, state, run, saved)) from None
@@ -203,63 +203,66 @@ def _loop(
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class Outcome:
+    """What a step came to."""
+
     loss: float
     grad_norm: float
     tokens: int
     balance: Balance | None
 
 
-class _TripError(Exception):
-    """Raised within a step, before anything was changed by it."""
+class TripError(Exception):
+    """What is wrong with a step, found before it changed anything; `batches` are those that may be at fault."""
 
-    def __init__(self, complaint: str, batch: Batch, *, gradients: bool, finite: bool) -> None:
-        super().__init__(complaint)
-        self.batch, self.gradients, self.finite = batch, gradients, finite
+    def __init__(self, complaint: str, batches: list[Batch], place: str | None = None) -> None:
+        super().__init__(complaint if place is None else f"{complaint}; {place}")
+        self.batches = batches
 
 
-def _step(state: TrainingState, config: TrainConfig, lr_scale: float) -> _Outcome:
-    """One optimizer step. Raises _TripError, with weights and optimizer untouched, when loss or gradient are not to be trusted."""
+def take_step(state: TrainingState, config: TrainConfig, lr_scale: float) -> Outcome:
+    """One optimizer step. Raises TripError, with weights and optimizer untouched, when loss or gradient are not to be trusted."""
     model, device = state.model, state.model.device
     batches = [state.batches.next() for _ in range(config.data.accumulation)]
     # One mean over all tokens of the step: a mean of the micro-batches' means would weigh tokens unequally.
     tokens = sum(int((batch.targets >= 0).sum()) for batch in batches)
     nats = 0.0
     for batch in batches:
-        with autocast(device, config.compute.precision):
-            terms = model.loss(
-                batch.tokens.to(device),
-                batch.segments,
-                batch.targets.to(device),
-                routing=RoutingLog(state.balancer.observe),
-                recompute=config.compute.recompute,
-            )
+        inputs, routing = batch.tokens.to(device), RoutingLog(state.balancer.observe)
+        try:
+            with autocast(device, config.compute.precision):
+                terms = model.loss(inputs, batch.segments, batch.targets.to(device), routing=routing, recompute=config.compute.recompute)
+        except ValueError:
+            # Routing refuses what is not finite. Anything else that is wrong is not for this handler.
+            place = guards.locate(model, inputs, batch.segments)
+            if place is None:
+                raise
+            raise TripError("the loss is nan", [batch], place) from None
         total = float(terms.total.detach())
         if not math.isfinite(total):
-            raise _TripError(f"the loss is {total}", batch, gradients=False, finite=False)
+            raise TripError(f"the loss is {total}", [batch], guards.locate(model, inputs, batch.segments))
         (terms.total / tokens).backward()
         nats += total
     loss = nats / tokens
     norm = clip_grad_norm(state.optimizer.parameters, config.guard.clip)
     if not math.isfinite(norm):
-        raise _TripError(f"the norm of the gradient is {norm}", batches[-1], gradients=True, finite=False)
+        raise TripError(f"the norm of the gradient is {norm}", batches, guards.locate_gradient(model))
     complaint = state.guard.check(loss)
     if complaint is not None:
-        raise _TripError(complaint, batches[-1], gradients=True, finite=True)
+        raise TripError(complaint, batches)
     state.optimizer.step(lr_scale)
     state.optimizer.zero_grad()
-    return _Outcome(loss, norm, tokens, _balance(state))
+    return Outcome(loss, norm, tokens, _balance(state))
 
 
-def _explanation(trip: _TripError, state: TrainingState, run: RunDirectory, saved: Checkpoint | None) -> str:
-    batch = trip.batch
-    place = "" if trip.finite else f"; {guards.locate(state.model, batch.tokens.to(state.model.device), batch.segments, trip.gradients)}"
-    documents = sorted(set(batch.documents))
+def _explanation(trip: TripError, state: TrainingState, run: RunDirectory, saved: Checkpoint | None) -> str:
+    first = trip.batches[0]
+    documents = sorted({document for batch in trip.batches for document in batch.documents})
     named = ", ".join(map(str, documents[:5])) + (f" and {len(documents) - 5} more" if len(documents) > 5 else "")
     kept = f"the checkpoint of step {saved.step} is kept ({saved.path})" if saved is not None else "there was no checkpoint yet"
     return (
-        f"stopped in step {state.step + 1}: {trip}{place}; it was in epoch {batch.epoch}, batch at token {batch.positions[0]} "
-        f"(documents {named} of {run.tokens}); {kept}; lower optimizer.lr in {run.config_file} and `openk3 resume {run.path}`"
+        f"stopped in step {state.step + 1}: {trip}; the batch: epoch {first.epoch}, token {first.positions[0]:,}, "
+        f"documents {named} of {run.tokens}; {kept}; lower optimizer.lr in {run.config_file} and `openk3 resume {run.path}`"
     )
 
 
@@ -278,6 +281,9 @@ def _heldout(state: TrainingState, prepared: Prepared) -> float | None:
 
 
 def _save(state: TrainingState, run: RunDirectory, keep: int, on_event: OnEvent) -> Checkpoint:
+    if not guards.all_finite(state.model.parameters()):
+        # The loss of the next step would say so, but by then these weights would pass for the last good ones.
+        raise Diverged(f"stopped after step {state.step}: the update made a weight infinite or NaN; this state was not saved")
     began = time.monotonic()
     saved = state.save(run, keep)
     on_event(Saved(saved.path, saved.step, time.monotonic() - began))
@@ -300,7 +306,9 @@ def _draw(run: RunDirectory, on_event: OnEvent) -> None:
 
 
 def _row(event: Step) -> dict[str, object]:
-    row: dict[str, object] = {field.name: getattr(event, field.name) for field in dataclasses.fields(event) if field.name not in ("share", "eta")}
+    row: dict[str, object] = {
+        field.name: getattr(event, field.name) for field in dataclasses.fields(event) if field.name not in ("share", "eta")
+    }
     if event.balance is not None:
         row["balance"] = {
             "max_violation": event.balance.worst,

@@ -69,4 +69,6 @@ def smooth(values: Sequence[float], decay: float = 0.95) -> list[float]:
 
 
 def _balance(rows: Sequence[dict[str, Any]], key: str) -> list[tuple[int, float]]:
-    return [(row["step"], row["balance"][key]) for row in rows if isinstance(row.get("balance"), dict) and row["balance"].get(key) is not None]
+    return [
+        (row["step"], row["balance"][key]) for row in rows if isinstance(row.get("balance"), dict) and row["balance"].get(key) is not None
+    ]

@@ -1,4 +1,4 @@
-"""From settings to what the loop needs: tokenizer, tokens, the model's config. Everything that can be wrong is found here, before training."""
+"""From settings to what the loop needs: tokenizer, tokens, the model's config. What is wrong with them is found here, before training."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -60,7 +61,8 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Tokenizer | 
         tokenizer = Tokenizer.load(config.data.tokenizer)
         if "vocab_size" in config.model.overrides and model.vocab_size < tokenizer.vocab_size:
             raise UserError(
-                f"the tokenizer {config.data.tokenizer} has {tokenizer.vocab_size} tokens, more than the model's vocab_size={model.vocab_size}"
+                f"the tokenizer {config.data.tokenizer} has {tokenizer.vocab_size} tokens, "
+                f"more than the model's vocab_size={model.vocab_size}"
             )
         width = model.vocab_size if "vocab_size" in config.model.overrides else tokenizer.vocab_size
         return config, fit_vocabulary(model, tokenizer, width), tokenizer
@@ -102,7 +104,9 @@ def _from_checkpoint(config: TrainConfig, start: str) -> tuple[TrainConfig, Mode
     model = ModelConfig.from_json(checkpoint / "config.json")
     own = _tokenizer_place(checkpoint)
     if config.data.vocab_size is not None:
-        raise UserError(f"data.vocab_size asks for a new tokenizer, but the weights of {checkpoint} belong to the one they were trained with")
+        raise UserError(
+            f"data.vocab_size asks for a new tokenizer, but the weights of {checkpoint} belong to the one they were trained with"
+        )
     if own is None and config.data.tokenizer is None:
         raise UserError(f"{checkpoint} has no {TOKENIZER_FILE} beside it: name the tokenizer it was trained with (data.tokenizer)")
     tokenizer = Tokenizer.load(own or str(config.data.tokenizer))
@@ -132,32 +136,51 @@ def check_pair(model: ModelConfig, tokenizer: Tokenizer, where: str) -> None:
     """Raise UserError unless `tokenizer` can be the one that the model at `where` was trained with."""
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(
-            f"tokenizer and checkpoint disagree: the tokenizer has {tokenizer.vocab_size} tokens, the model of {where} only {model.vocab_size}"
+            f"tokenizer and checkpoint disagree: the tokenizer has {tokenizer.vocab_size} tokens, "
+            f"the model of {where} only {model.vocab_size}"
         )
     for name, ours, theirs in (
         ("begins a text", tokenizer.bos_id, model.bos_token_id),
         ("ends a text", tokenizer.eos_id, model.eos_token_id),
     ):
         if ours is not None and theirs is not None and ours != theirs:
-            raise UserError(f"tokenizer and checkpoint disagree: token {ours} {name} for the tokenizer, token {theirs} for the model of {where}")
+            raise UserError(
+                f"tokenizer and checkpoint disagree: token {ours} {name} for the tokenizer, token {theirs} for the model of {where}"
+            )
 
 
 def check_memory(config: TrainConfig, model: ModelConfig) -> tuple[int, int]:
     """(bytes that training needs, bytes there are). Raises UserError, with each term and what to change, when it cannot fit."""
-    compute, data = config.compute, config.data
-    needed = accounting.training_bytes(
+    compute, tokens = config.compute, config.data.tokens_per_batch
+    room = memory.available() if compute.device == "cpu" else torch.cuda.mem_get_info(compute.device)[0]
+    needed = _needed(config, model, tokens, compute.recompute)
+    if sum(needed.values()) > room:
+        memory.check_fits(needed, room, _advice(config, model, room))
+    return sum(needed.values()), room
+
+
+def _needed(config: TrainConfig, model: ModelConfig, tokens: int, recompute: Literal["none", "layer", "block"]) -> dict[str, int]:
+    return accounting.training_bytes(
         model,
-        tokens=data.tokens_per_batch,
-        sequence_length=data.sequence_length,
-        recompute=compute.recompute,
-        precision="bf16-autocast" if compute.precision == "bf16-autocast" else "fp32",
+        tokens=tokens,
+        sequence_length=min(config.data.sequence_length, tokens),
+        recompute=recompute,
+        precision="bf16-autocast" if config.compute.precision == "bf16-autocast" else "fp32",
         optimizer=config.optimizer.kind,
     )
-    room = memory.available() if compute.device == "cpu" else torch.cuda.mem_get_info(compute.device)[0]
-    advice = [] if compute.recompute == "block" else ["--compute.recompute block"]
-    advice += ["a smaller --data.tokens-per-batch (with --data.accumulation to keep the step as large)", "a smaller model"]
-    memory.check_fits(needed, room, f"try {', or '.join(advice)}")
-    return sum(needed.values()), room
+
+
+def _advice(config: TrainConfig, model: ModelConfig, room: int) -> str:
+    """The smallest change that makes it fit: recomputation, then smaller micro-batches, else another model."""
+    tokens = config.data.tokens_per_batch
+    recompute = "" if config.compute.recompute == "block" else "--compute.recompute block"
+    while tokens >= 1:
+        total = sum(_needed(config, model, tokens, "block").values())
+        if total <= room:
+            batch = "" if tokens == config.data.tokens_per_batch else f"--data.tokens-per-batch {tokens}"
+            return f"with {' '.join(filter(None, (recompute, batch)))} it takes {memory.readable(total)}"
+        tokens //= 2
+    return "no batch is small enough for that, so take a smaller model"
 
 
 def prepare(config: TrainConfig, model: ModelConfig, tokenizer: Tokenizer | None, run: RunDirectory, on_event: OnEvent) -> Prepared:

@@ -1,13 +1,13 @@
 """A run directory: what one training run reads and writes.
 
-    config.toml           the resolved settings; written last of the preparations, so that its presence means they are complete
-    config.json           the model's config
-    tokenizer.json, …     the tokenizer
-    tokens/               the tokens of the texts, memory-mapped
-    metrics.jsonl         one JSON object a step
-    checkpoints/          step-00000500/: weights in the release's layout, and the training state
-    plot.png              loss, balance and throughput
-    openk3.lock           held (flock) by the process that trains here; the system lets go of it when the process dies
+config.toml           the resolved settings; written last of the preparations, so that its presence means they are complete
+config.json           the model's config
+tokenizer.json, …     the tokenizer
+tokens/               the tokens of the texts, memory-mapped
+metrics.jsonl         one JSON object a step
+checkpoints/          step-00000500/: weights in the release's layout, and the training state
+plot.png              loss, balance and throughput
+openk3.lock           held (flock) by the process that trains here; the system lets go of it when the process dies
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Metrics:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - it lives as long as the run
+        self._file = open(path, "ab", buffering=0)
 
     def append(self, row: dict[str, Any]) -> None:
         """Write one row, with NaN and infinity as null: JSON has neither. Raises OSError."""
