@@ -32,7 +32,7 @@ def test_every_cut_of_a_text() -> None:
         assert first + rest == TEXT
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(
         st.one_of(st.integers(0, 399), st.sampled_from([0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0xC3, 0xFF, 0xED, 0xA0, 0x80, 394])), max_size=30

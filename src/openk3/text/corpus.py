@@ -28,8 +28,9 @@ TEXT_SUFFIXES = frozenset(
 )
 """What is read from a directory, also with `.gz` or `.zst` behind it. JSON, CSV, HTML and the like are data: they are read when named."""
 
-PART = 1 << 23
-"""Characters. A longer document comes in parts, so that no file need fit into memory."""
+PART = 1 << 22
+"""Characters. A longer document comes in parts, so that no file need fit into memory. What is wrong behind the first part of a file is an
+error also in a directory."""
 
 NOT_SOURCES = frozenset(
     "test tests idle_test site-packages dist-packages __pycache__ __phello__ encodings pydoc_data lib2to3 msilib html/entities.py".split()

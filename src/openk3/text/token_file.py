@@ -34,7 +34,7 @@ HEADER_BYTES = 4096
 
 Ints = NDArray[np.int64]
 
-_GROUP = 1 << 22
+_GROUP = 1 << 21
 """Characters that are encoded at once."""
 
 

@@ -218,7 +218,9 @@ class Tokenizer:
                     plan.append(range(start, len(pieces)))
             plans.append(plan)
         try:
-            encodings = self._encoder.encode_batch_fast(pieces, add_special_tokens=False)
+            encoded = [
+                encoding.ids for group in _groups(pieces) for encoding in self._encoder.encode_batch_fast(group, add_special_tokens=False)
+            ]
         except TypeError:
             for text in texts:
                 _check_text(text)
@@ -231,7 +233,7 @@ class Tokenizer:
                     ids.append(item)
                 else:
                     for n in item:
-                        ids += encodings[n].ids
+                        ids += encoded[n]
             result.append(ids)
         return result
 
@@ -240,13 +242,20 @@ class Tokenizer:
 
         Raises ValueError for an id outside the vocabulary.
         """
-        return b"".join(self.bytes_of(token, skip_special) for token in ids).decode("utf-8", "replace")
+        ids = list(ids)
+        for token in (min(ids, default=0), max(ids, default=0)):
+            self._check_id(token)
+        kept = [token for token in ids if token not in self._controls] if skip_special else ids
+        return b"".join([self.token_bytes[token] for token in kept]).decode("utf-8", "replace")
 
     def bytes_of(self, token: int, skip_special: bool = False) -> bytes:
         """The bytes of one id. Raises ValueError for an id outside the vocabulary."""
+        self._check_id(token)
+        return b"" if skip_special and token in self._controls else self.token_bytes[token]
+
+    def _check_id(self, token: int) -> None:
         if not 0 <= token < len(self._tokens):
             raise ValueError(f"token id {token} is not in this vocabulary of {len(self._tokens)}")
-        return b"" if skip_special and token in self._controls else self.token_bytes[token]
 
     def _parts(self, text: str) -> Iterator[str | int]:
         """`text` with its control tokens as ids."""
@@ -296,6 +305,17 @@ def _pieces(text: str) -> Iterator[str]:
         yield text[start : end.end()]
         start = end.end()
     yield text[start:]
+
+
+def _groups(pieces: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Some pieces at a time: what the library holds of a text while it encodes it is fifty times the text."""
+    start = size = 0
+    for n, piece in enumerate(pieces):
+        size += len(piece)
+        if size >= 4 * PIECE:
+            yield pieces[start : n + 1]
+            start, size = n + 1, 0
+    yield pieces[start:]
 
 
 def _check_text(text: str) -> None:
