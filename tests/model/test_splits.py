@@ -17,14 +17,18 @@ EXACT = 1e-9
 PROMPT = 130
 
 
-@pytest.fixture(scope="module", params=["debug13", "debug13-kimi-linear"])
+KIMI_LINEAR = {
+    "family": "kimi_linear", "attn_res_block_size": None, "latent_size": None, "latent_norm": False, "activation": "silu", "kda_gate_lower_bound": None,
+    "kda_full_rank_gate": False, "mla_output_gate": False, "q_lora_rank": None, "num_layers": 5, "mla_layers": (3,),
+}  # fmt: skip
+SHALLOW = {"num_layers": 5, "mla_layers": (3, 4), "attn_res_block_size": 2}
+"""Two full AttnRes blocks and a short one, every kind of layer: as debug13, in fewer layers."""
+
+
+@pytest.fixture(scope="module", params=["k3", "kimi-linear", pytest.param("debug13", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest) -> Iterator[Decoder]:
-    config = ModelConfig.named("debug13")
-    if request.param == "debug13-kimi-linear":
-        config = config.replace(
-            family="kimi_linear", attn_res_block_size=None, latent_size=None, latent_norm=False, activation="silu",
-            kda_gate_lower_bound=None, kda_full_rank_gate=False, mla_output_gate=False, q_lora_rank=None, num_layers=5, mla_layers=(3,),
-        )  # fmt: skip
+    changes: dict[str, object] = {"k3": SHALLOW, "kimi-linear": KIMI_LINEAR, "debug13": {}}[request.param]
+    config = ModelConfig.named("debug13").replace(**changes)
     yield Decoder(config, generator=torch.Generator().manual_seed(0)).double().eval()
 
 
