@@ -18,9 +18,18 @@ PROMPT = 130
 
 
 KIMI_LINEAR = {
-    "family": "kimi_linear", "attn_res_block_size": None, "latent_size": None, "latent_norm": False, "activation": "silu", "kda_gate_lower_bound": None,
-    "kda_full_rank_gate": False, "mla_output_gate": False, "q_lora_rank": None, "num_layers": 5, "mla_layers": (3,),
-}  # fmt: skip
+    "family": "kimi_linear",
+    "attn_res_block_size": None,
+    "latent_size": None,
+    "latent_norm": False,
+    "activation": "silu",
+    "kda_gate_lower_bound": None,
+    "kda_full_rank_gate": False,
+    "mla_output_gate": False,
+    "q_lora_rank": None,
+    "num_layers": 5,
+    "mla_layers": (3,),
+}
 SHALLOW = {"num_layers": 5, "mla_layers": (3, 4), "attn_res_block_size": 2}
 """Two full AttnRes blocks and a short one, every kind of layer: as debug13, in fewer layers."""
 

@@ -81,4 +81,4 @@ def test_896_experts_of_which_16_train_and_balance_within_ten_steps() -> None:
         balancer.update()
         worst.append(max(float(count.max()) / (2048 * 16 / 896) - 1 for count in counts.values()))
     assert worst[0] > 1.0, "the first batch is routed without any balancing"
-    assert worst[-1] < 0.5, f"max-violation over steps: {[round(w, 2) for w in worst]}"
+    assert max(worst[5:]) < 0.8, f"max-violation over steps: {[round(w, 2) for w in worst]}"
