@@ -20,7 +20,8 @@ _ISA = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "b
 
 
 def describe() -> dict[str, Any]:
-    """The machine in words and numbers: CPU, cores, instruction sets, memory in bytes, GPU, system and library versions."""
+    """The machine in words and numbers: CPU, cores, instruction sets, memory in bytes, GPU, system and library versions, and `load`, how
+    many processes wanted a core in the minute before."""
     name, flags = _cpu()
     return {
         "cpu": name,
@@ -28,6 +29,7 @@ def describe() -> dict[str, Any]:
         "isa": [flag for flag in _ISA if flag in flags],
         "memory_bytes": psutil.virtual_memory().total,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+        "load": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,

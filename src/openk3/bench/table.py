@@ -26,7 +26,10 @@ def show(rows: Sequence[Row], console: Console) -> None:
 
 def _where(row: Row) -> str:
     on = row.machine["gpu"] or f"{row.machine['cpu']}, {row.machine['cores']} cores"
-    return f"openk3 {row.version} at {row.commit}, torch {row.machine['torch']}, {on}"
+    told = f"openk3 {row.version} at {row.commit}, torch {row.machine['torch']}, {on}"
+    # What other processes do to contestants that wait for each other's threads is more than their share of the cores.
+    busy = row.machine["load"] > row.machine["cores"] / 2
+    return told + (f"\nOther work was running (load {row.machine['load']}): the figures are worth little." if busy else "")
 
 
 def _table(name: str, rows: Sequence[Row]) -> Table:
