@@ -42,7 +42,23 @@ def short_conv(x: Tensor, weight: Tensor, segments: Segments, tail: Tensor | Non
     tail_shape = (segments.count, x.shape[1], weight.shape[2] - 1)
     if tail is not None and tail.shape != tail_shape:
         raise ValueError(f"short_conv: tail is [N, D, W - 1] = {list(tail_shape)}; got {list(tail.shape)}")
-    return pick({"reference": short_conv_reference, "torch": _ShortConv.apply}, x)(x, weight, segments, tail)
+    return pick({"reference": short_conv_reference, "torch": _short_conv_torch}, x)(x, weight, segments, tail)
+
+
+def _short_conv_torch(x: Tensor, weight: Tensor, segments: Segments, tail: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, tail))
+    if tail is not None and segments.longest == 1 and segments.total == segments.count and not differentiable:
+        return _step(x, weight, tail)
+    result: tuple[Tensor, Tensor] = _ShortConv.apply(x, weight, segments, tail)
+    return result
+
+
+def _step(x: Tensor, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each sequence, without gradient: what decoding does for every token and layer."""
+    line_NDW = torch.cat([tail.to(x.dtype), x[:, :, None]], dim=2)
+    acc = accumulation_dtype(x)
+    total = (line_NDW.to(acc) * weight[:, 0].to(acc)).sum(dim=2)
+    return F.silu(total, inplace=True).to(x.dtype), line_NDW[:, :, 1:].contiguous()
 
 
 def short_conv_reference(x: Tensor, weight: Tensor, segments: Segments, tail: Tensor | None = None) -> tuple[Tensor, Tensor]:
