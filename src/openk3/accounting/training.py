@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from openk3.accounting.flops import CHUNK, Recompute
+from openk3.accounting.flops import CHUNK, Recompute, muon_blocks
 from openk3.accounting.memory import latent_width
 from openk3.accounting.parameters import parameters
 from openk3.config import ModelConfig
@@ -25,8 +25,8 @@ _GROUP = 4
 # How many logits the loss makes at a time.
 _FEW_LOGITS, _MOST_LOGITS, _ENOUGH_ROWS = 1 << 22, 1 << 24, 512
 # Numbers that Muon stages at once; the staged stack, the iterate and two products live together.
-_MUON_STAGE = 1 << 23
-_MUON_COPIES = 4
+_MUON_STAGE = 1 << 20
+_MUON_COPIES = 5
 
 
 @dataclass(frozen=True)
@@ -158,13 +158,15 @@ def training_bytes(
     # The head's gradient is made in the forward and scaled in the backward, so there are two of it for a moment.
     logits = min(tokens * config.vocab_size, max(config.vocab_size, _FEW_LOGITS, min(_ENOUGH_ROWS * config.vocab_size, _MOST_LOGITS)))
     head = _FP32 * (logits + config.vocab_size * config.hidden_size)
-    muon = [parameter.count for parameter in parameters(config) if parameter.muon]
-    stacks = _MUON_COPIES * _FP32 * min(sum(muon), max(_MUON_STAGE, *muon)) if optimizer == "muon" and muon else 0
+    # Muon works when the activations are gone, so only what its stacks take beyond them counts.
+    blocks = [rows * columns for p in parameters(config) for _, rows, columns in muon_blocks(config, p)] if optimizer == "muon" else []
+    stacks = _MUON_COPIES * _FP32 * max(_MUON_STAGE, *blocks) if blocks else 0
+    activations = activation_bytes(config, tokens, sequence_length=sequence_length, recompute=recompute, precision=precision)
     return {
         "weights": weights,
         "gradients": gradients,
         "optimizer": optimizer_bytes(config, optimizer),
-        "activations": activation_bytes(config, tokens, sequence_length=sequence_length, recompute=recompute, precision=precision),
+        "activations": activations,
         "half weights": _BF16 * products if precision == "bf16-autocast" else 0,
-        "workspace": round(max(head, stacks, max(layers, default=0))),
+        "workspace": round(max(head, stacks - activations, max(layers) / 2)),
     }
