@@ -36,6 +36,7 @@ VERBS: dict[str, dict[str, Verb]] = {
     },
     "Train": {
         "train": Verb("openk3.commands.train", "train a model on text, from scratch or from a checkpoint's weights"),
+        "sft": Verb("openk3.commands.sft", "fine-tune on conversations, with quantization-aware training"),
         "resume": Verb("openk3.commands.resume", "go on with a run that was stopped, bit for bit"),
         "eval": Verb("openk3.commands.eval", "loss and bits per byte of a checkpoint on texts"),
     },

@@ -20,6 +20,7 @@ from openk3.model.decoder import Decoder
 from openk3.model.moe import Experts, LatentMoE
 from openk3.model.packed_experts import PackedExperts
 from openk3.ops.experts import ExpertInputs
+from openk3.ops.mx import MXTensor
 
 CHECKPOINTS = "checkpoints"
 _STEP = re.compile(r"step-(\d+)")
@@ -161,3 +162,25 @@ def _heads_of(value: Tensor, heads: int, name: str) -> Tensor:
     if bool(flat[heads:].any()):
         raise UserError(f"tensor {name} has values after the {heads} heads of the config, where zero padding belongs")
     return flat[:heads]
+
+
+@torch.no_grad()
+def unpack_experts(model: Decoder) -> Decoder:
+    """`model` with packed experts replaced by plain ones of the same values, one layer at a time, so that they can be trained.
+
+    What they compute with is what the config says: rounded again by a scale rule, or as they are.
+    """
+    for layer in model.layers:
+        moe = layer.mlp
+        if not isinstance(moe, LatentMoE) or not isinstance(moe.experts, PackedExperts):
+            continue
+        packed = moe.experts
+        count, double_width = packed.w13_packed.shape[:2]
+        plain = Experts(count, packed.w13_packed.shape[2] * 2, double_width // 2, packed.activation).to(model.device)
+        for name in ("w13", "w2"):
+            codes, scale = getattr(packed, f"{name}_packed"), getattr(packed, f"{name}_scale")
+            value = MXTensor("mxfp4", codes, scale, codes.shape[-1] * 2).dequantize(model.dtype)
+            setattr(plain, name, torch.nn.Parameter(value))
+        plain.inputs, plain.weight_rule = packed.inputs, scale_rule_of(model.config)
+        moe.experts = plain
+    return model

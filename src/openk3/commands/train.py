@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         verb="train",
         description=SUMMARY,
         examples=EXAMPLES,
-        default=Arguments(settings=_file_settings(argv)),
+        default=Arguments(settings=file_settings(argv)[0]),
         markers=(tyro.conf.FlagCreatePairsOff,),
     )
     if arguments.out is None:
@@ -70,15 +70,15 @@ def main(argv: list[str]) -> int:
     return report(result)
 
 
-def _file_settings(argv: Sequence[str]) -> TrainConfig:
-    """The settings that hold unless a flag says otherwise: those of --config."""
+def file_settings(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
+    """The settings that hold unless a flag says otherwise: those of --config; and whether one was named."""
     for number, word in enumerate(argv):
         if word == "--":
             break
         name, equals, value = word.partition("=")
         if name == "--config" and (equals or number + 1 < len(argv)):
-            return TrainConfig.from_toml(value if equals else argv[number + 1])
-    return TrainConfig()
+            return TrainConfig.from_toml(value if equals else argv[number + 1]), True
+    return TrainConfig(), False
 
 
 def assignment(text: str) -> tuple[str, Any]:

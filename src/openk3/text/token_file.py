@@ -1,11 +1,12 @@
 """Tokens of many documents in one file, memory-mapped: what training reads.
 
 Layout, little-endian: a header of 4096 bytes (JSON, padded with spaces); the tokens (uint16, or uint32 for large vocabularies); then, each
-at a multiple of 8 bytes, the documents' offsets (int64, one more than there are documents), a hash of each document's tokens (uint64), and
-for each id of the vocabulary the bytes of text it stands for (uint32).
+at a multiple of 8 bytes, the documents' offsets (int64, one more than there are documents), a hash of each document's tokens (uint64),
+for each id of the vocabulary the bytes of text it stands for (uint32), and where only some tokens are to be learned a byte for each
+token, 1 if it is.
 
 A document is stored between its beginning-of-text and its end-of-text token, where the tokenizer has them: from the first a model can
-begin a text, the second is how it learns to stop.
+begin a text, the second is how it learns to stop. A conversation is stored as it is rendered.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class TokenFile:
     offsets: Ints
     hashes: NDArray[np.uint64]
     text_lengths: NDArray[np.uint32]
+    learned: NDArray[np.uint8] | None = None
+    """For each token whether it is to be predicted; None: all are."""
 
     @staticmethod
     def write(path: str | Path, documents: Iterable[Sequence[int]], tokenizer: Tokenizer) -> TokenFile:
@@ -86,9 +89,29 @@ class TokenFile:
     @staticmethod
     def write_parts(path: str | Path, documents: Iterable[Iterable[Sequence[int]]], tokenizer: Tokenizer) -> TokenFile:
         """`write`, with each document as an iterator over its parts, so that one need not be in memory whole."""
-        dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
         begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        return TokenFile._write(path, (chain([begin], parts, [end]) for parts in documents), tokenizer, None)
+
+    @staticmethod
+    def write_marked(path: str | Path, documents: Iterable[tuple[Sequence[int], Sequence[bool]]], tokenizer: Tokenizer) -> TokenFile:
+        """Write documents of which only the marked tokens are to be predicted, as they are: nothing begins or ends them.
+
+        Raises UserError as `write` does.
+        """
+        marks = bytearray()
+
+        def ids() -> Iterator[list[Sequence[int]]]:
+            for tokens, learned in documents:
+                marks.extend(learned)
+                yield [tokens]
+
+        return TokenFile._write(path, ids(), tokenizer, marks)
+
+    @staticmethod
+    def _write(path: str | Path, documents: Iterable[Iterable[Sequence[int]]], tokenizer: Tokenizer, marks: bytearray | None) -> TokenFile:
+        """`marks` fills up while `documents` is read."""
+        dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
         offsets, hashes = [0], []
         content = hashlib.sha256()
         with atomic_writer(path) as file:
@@ -96,7 +119,7 @@ class TokenFile:
             for parts in documents:
                 digest = hashlib.blake2b(digest_size=8)
                 length = 0
-                for ids in chain([begin], parts, [end]):
+                for ids in parts:
                     data = _checked(ids, tokenizer.vocab_size).astype(dtype).tobytes()
                     file.write(data)
                     content.update(data)
@@ -106,7 +129,10 @@ class TokenFile:
                 hashes.append(int.from_bytes(digest.digest(), "little"))
             if not offsets[-1]:
                 raise UserError("there is no document to write")
-            for array in (np.array(offsets, "<i8"), np.array(hashes, "<u8"), np.array(tokenizer.text_lengths, "<u4")):
+            arrays: list[NDArray[Any]] = [np.array(offsets, "<i8"), np.array(hashes, "<u8"), np.array(tokenizer.text_lengths, "<u4")]
+            if marks is not None:
+                arrays.append(np.frombuffer(marks, np.uint8))
+            for array in arrays:
                 file.write(bytes(-file.tell() % 8))
                 file.write(array.tobytes())
                 content.update(array.tobytes())
@@ -119,6 +145,7 @@ class TokenFile:
                 "vocab_size": tokenizer.vocab_size,
                 "tokenizer": tokenizer.fingerprint,
                 "sha256": content.hexdigest(),
+                "marked": marks is not None,
             }
             file.seek(0)
             file.write(json.dumps(header).encode().ljust(HEADER_BYTES))
@@ -151,7 +178,8 @@ class TokenFile:
         offsets = section(1, documents + 1, "<i8").astype(np.int64)
         if offsets[0] != 0 or offsets[-1] != len(tokens) or (np.diff(offsets) < 0).any():
             raise UserError(f"{path} is damaged: its documents' offsets do not fit its tokens; write it anew")
-        return TokenFile(path, header, tokens, offsets, section(2, documents, "<u8"), section(3, header["vocab_size"], "<u4"))
+        learned = section(4, header["tokens"], "u1") if header.get("marked") else None
+        return TokenFile(path, header, tokens, offsets, section(2, documents, "<u8"), section(3, header["vocab_size"], "<u4"), learned)
 
     @property
     def documents(self) -> int:
@@ -177,7 +205,8 @@ class TokenFile:
         content = hashlib.sha256()
         for start in range(0, len(self.tokens), 1 << 24):
             content.update(self.tokens[start : start + (1 << 24)].tobytes())
-        for array in (self.offsets, self.hashes, self.text_lengths):
+        arrays: list[NDArray[Any]] = [self.offsets, self.hashes, self.text_lengths]
+        for array in arrays if self.learned is None else [*arrays, self.learned]:
             content.update(array.tobytes())
         if content.hexdigest() != self.fingerprint:
             raise UserError(f"{self.path} is damaged: its content is not what was written; write it anew")
@@ -306,6 +335,8 @@ def _places(header: dict[str, Any]) -> list[int]:
     """Where each section begins, and the size of the file."""
     sizes = [header["tokens"] * (2 if header["dtype"] == "uint16" else 4)]
     sizes += [(header["documents"] + 1) * 8, header["documents"] * 8, header["vocab_size"] * 4]
+    if header.get("marked"):
+        sizes.append(header["tokens"])
     places = [HEADER_BYTES]
     for n, size in enumerate(sizes):
         end = places[-1] + size

@@ -20,6 +20,9 @@ from openk3.errors import UserError
 from openk3.ops.segments import Segments
 from openk3.text.token_file import Ints, Part
 
+IGNORED = -100
+"""The target of a token whose successor is not to be learned."""
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -28,7 +31,7 @@ class Batch:
     tokens: Tensor
     """int64 `[T]`."""
     targets: Tensor
-    """int64 `[T]`, the token that follows each."""
+    """int64 `[T]`, the token that follows each; -100 where it is not to be learned."""
     segments: Segments
     positions: tuple[int, ...]
     """For each piece the index of its first token in the file; N values."""
@@ -66,7 +69,13 @@ class PackedBatches:
         return self._epoch + self._consumed / self.part.predictions
 
     def next(self) -> Batch:
-        """The next `tokens_per_batch` predictions."""
+        """The next `tokens_per_batch` predictions. Batches in which nothing is to be learned are passed over."""
+        while True:
+            batch = self._next()
+            if self.part.file.learned is None or bool((batch.targets >= 0).any()):
+                return batch
+
+    def _next(self) -> Batch:
         pieces: list[tuple[Ints, Ints]] = []
         epoch = self._epoch
         missing = self.tokens_per_batch
@@ -191,12 +200,16 @@ def _batch(part: Part, starts: Ints, lengths: Ints, epoch: int) -> Batch:
     tokens, targets = part.file.tokens[index].astype(np.int64), part.file.tokens[index + 1].astype(np.int64)
     if max(tokens.max(), targets.max()) >= part.file.vocab_size:
         raise UserError(f"{part.file.path} is damaged: it holds token ids outside its vocabulary; write it anew")
+    text_bytes = part.file.text_lengths[targets]
+    if part.file.learned is not None:
+        learned = part.file.learned[index + 1] != 0
+        targets, text_bytes = np.where(learned, targets, IGNORED), text_bytes[learned]
     return Batch(
         tokens=torch.from_numpy(tokens),
         targets=torch.from_numpy(targets),
         segments=Segments(tuple(lengths.tolist())),
         positions=tuple(starts.tolist()),
         documents=tuple((np.searchsorted(part.file.offsets, starts, side="right") - 1).tolist()),
-        text_bytes=int(part.file.text_lengths[targets].sum()),
+        text_bytes=int(text_bytes.sum()),
         epoch=epoch,
     )

@@ -74,7 +74,9 @@ class DataSettings:
     """What it is trained on."""
 
     paths: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
-    """Text files and directories. On the command line: the positional arguments."""
+    """Text files and directories, or files of conversations. On the command line: the positional arguments."""
+    kind: Annotated[Literal["text", "conversations"], tyro.conf.Suppress] = "text"
+    """What the paths hold: text (`openk3 train`) or conversations (`openk3 sft`)."""
     heldout: float = 0.02
     """Share of the documents that is kept aside to measure held-out loss on."""
     tokenizer: str | None = None
@@ -217,6 +219,18 @@ class BalancingSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuantizationSettings:
+    """Quantization-aware training of the routed experts: the forward pass sees them as they will be served."""
+
+    experts: Literal["none", "mxfp4"] = "none"
+    """mxfp4: the forward pass rounds their weights; the masters stay in fp32."""
+    activations: Literal["mxfp8", "none"] = "mxfp8"
+    """With mxfp4: the format in which they read their inputs, in training and wherever the result is served."""
+    scale_rule: Literal["even", "floor", "ceil"] = "even"
+    """Which power of two a block of 32 weights gets: even (as compressed-tensors writes), floor (OCP), ceil (nothing saturates)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """All settings of a run."""
 
@@ -229,6 +243,7 @@ class TrainConfig:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     guard: GuardSettings = field(default_factory=GuardSettings)
+    quantization: QuantizationSettings = field(default_factory=QuantizationSettings)
     seed: int = 0
     """Of the starting weights and of the order of the data: the same seed gives the same run."""
     start_from: Annotated[str | None, _flag("from")] = None

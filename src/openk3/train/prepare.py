@@ -12,8 +12,11 @@ import torch
 
 from openk3 import accounting
 from openk3.checkpoint.load import CHECKPOINTS, locate
+from openk3.checkpoint.quantization import block, with_block
 from openk3.config import ModelConfig
 from openk3.errors import UserError
+from openk3.ops.mx import BLOCK
+from openk3.text.conversations import read_conversations
 from openk3.text.corpus import CorpusReport, read_documents
 from openk3.text.token_file import Part, TokenFile, encode_corpus
 from openk3.text.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -53,6 +56,24 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Tokenizer | 
     Raises UserError for what does not fit together.
     """
     config = resolve_compute(config)
+    config, model, tokenizer = _resolve_model(config)
+    return config, _quantized(config, model), tokenizer
+
+
+def _quantized(config: TrainConfig, model: ModelConfig) -> ModelConfig:
+    """`model` with what the settings say of quantization written into it, so that every checkpoint carries its arithmetic."""
+    settings = config.quantization
+    if settings.experts == "none":
+        return with_block(model, None)
+    if not model.moe_layers:
+        raise UserError("quantization.experts is mxfp4, but the model has no routed experts")
+    for name, width in (("width of an expert (moe_intermediate_size)", model.moe_intermediate_size), ("latent", model.expert_width)):
+        if width % BLOCK:
+            raise UserError(f"quantization.experts is mxfp4, which packs blocks of {BLOCK}: the {name} is {width}, not a multiple of it")
+    return with_block(model, block(settings.activations, trained_under=settings.scale_rule))
+
+
+def _resolve_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Tokenizer | None]:
     if config.start_from is not None:
         return _from_checkpoint(config, config.start_from)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, name=config.model.name or DEFAULT_MODEL))
@@ -189,6 +210,8 @@ def prepare(config: TrainConfig, model: ModelConfig, tokenizer: Tokenizer | None
     Raises UserError for texts that cannot be used or are too few.
     """
     report = CorpusReport()
+    if tokenizer is None and config.data.kind == "conversations":
+        raise UserError("fine-tuning on conversations starts from a trained model: give --from CHECKPOINT")
     if tokenizer is None:
         on_event(Notice(f"training a tokenizer of {config.data.vocab_size or model.vocab_size} tokens"))
         tokenizer = Tokenizer.train(_sample(config), config.data.vocab_size or model.vocab_size)
@@ -196,13 +219,20 @@ def prepare(config: TrainConfig, model: ModelConfig, tokenizer: Tokenizer | None
     tokenizer.save(run.path)
     on_event(Notice("reading the texts"))
     run.tokens.mkdir(exist_ok=True)
-    file = encode_corpus(read_documents(config.data.paths, report), tokenizer, run.tokens / TOKEN_FILE)
+    file = _encode(config, tokenizer, report, run.tokens / TOKEN_FILE)
     on_event(Notice(f"{report}: {len(file.tokens):,} tokens"))
     start = None if config.start_from is None else Path(config.start_from)
     prepared = Prepared(config, model, tokenizer, *_divide(file, config), start)
     prepared.batches()
     run.commit(config, model.to_json())
     return prepared
+
+
+def _encode(config: TrainConfig, tokenizer: Tokenizer, report: CorpusReport, path: Path) -> TokenFile:
+    if config.data.kind == "text":
+        return encode_corpus(read_documents(config.data.paths, report), tokenizer, path)
+    conversations = read_conversations(config.data.paths, report)
+    return TokenFile.write_marked(path, (conversation.encode(tokenizer) for conversation in conversations), tokenizer)
 
 
 def reopen(config: TrainConfig, run: RunDirectory) -> Prepared:

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
-from openk3.checkpoint.load import load
+from openk3.checkpoint.load import load, unpack_experts
+from openk3.checkpoint.quantization import expert_inputs_of, scale_rule_of
 from openk3.errors import UserError
 from openk3.model.decoder import Decoder
+from openk3.model.qat import set_quantization
 from openk3.text.tokenizer import SETTINGS_FILE, TOKENIZER_FILE
 from openk3.train import checkpointing
 from openk3.train.balancing import Balancer
@@ -100,6 +102,8 @@ def _model(prepared: Prepared, checkpoint: Checkpoint | None) -> Decoder:
     device = torch.device(prepared.config.compute.device)
     source: Path | None = checkpoint.path if checkpoint is not None else prepared.start
     if source is None:
-        return Decoder(prepared.model, generator=torch.Generator().manual_seed(prepared.config.seed)).to(device).train()
+        model = Decoder(prepared.model, generator=torch.Generator().manual_seed(prepared.config.seed)).to(device)
+        set_quantization(model, scale_rule_of(prepared.model), expert_inputs_of(prepared.model))
+        return model.train()
     # What is beside the weights may name other control tokens than the run does; the shapes are checked by the loader.
-    return load(source, dtype=torch.float32, device=device, config=prepared.model).train()
+    return unpack_experts(load(source, dtype=torch.float32, device=device, config=prepared.model)).train()
