@@ -18,7 +18,7 @@ def test_by_hand(form) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (1, 2), (7, 3), (2, 3, 11), (2000, 130)])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 3e-6), (torch.bfloat16, 4e-2)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
 def test_fast_is_reference(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
     inputs = [normal(*shape, seed=1, dtype=dtype), normal(shape[-1], seed=2, dtype=dtype)]
     assert_same_op(lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: rms_norm_reference(x, w, 1e-5), inputs, tolerance)

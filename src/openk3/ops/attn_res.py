@@ -13,7 +13,7 @@ from openk3.ops.backend import pick
 from openk3.ops.precision import accumulation_dtype, exact
 
 # Elements of each source that one pass handles: fp32 temporaries stay this small, whatever T, and in the cache between passes.
-_BLOCK = 1 << 16
+_BLOCK = 1 << 18
 
 
 def attn_res_mix(sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: float) -> Tensor:
@@ -81,14 +81,18 @@ class _Mix(torch.autograd.Function):
         p_ST, rstd_ST, score_ST = sources[-1].new_empty(3, len(sources), tokens, dtype=acc)
         for rows in _row_blocks(tokens, width):
             wide = [source[rows].to(acc) for source in sources]
+            rstd, score = rstd_ST[:, rows], score_ST[:, rows]
             for j, v in enumerate(wide):
-                rstd = torch.rsqrt(torch.linalg.vector_norm(v, dim=-1).square_().div_(width).add_(eps), out=rstd_ST[j, rows])
-                torch.mul(torch.mv(v, query_D), rstd, out=score_ST[j, rows])
-            p = p_ST[:, rows] = torch.softmax(score_ST[:, rows], 0)
-            mixed = wide[0] * p[0][:, None]
+                torch.linalg.vector_norm(v, dim=-1, out=rstd[j])
+                torch.mv(v, query_D, out=score[j])
+            rstd.square_().div_(width).add_(eps).rsqrt_()
+            p = p_ST[:, rows] = torch.softmax(score.mul_(rstd), 0)
+            mixed = out_TD[rows] if out_TD.dtype == acc else torch.empty_like(wide[0])
+            torch.mul(wide[0], p[0][:, None], out=mixed)
             for j, v in enumerate(wide[1:], start=1):
                 mixed.addcmul_(v, p[j][:, None])
-            out_TD[rows] = mixed
+            if out_TD.dtype != acc:
+                out_TD[rows] = mixed
         ctx.save_for_backward(norm_weight, proj_weight, p_ST, rstd_ST, score_ST, *sources)
         return out_TD
 
@@ -105,7 +109,9 @@ class _Mix(torch.autograd.Function):
             for rows in _row_blocks(grad.shape[0], width):
                 g, p, rstd, score = grad[rows].to(acc), p_ST[:, rows], rstd_ST[:, rows], score_ST[:, rows]
                 wide = [source[rows].to(acc) for source in sources]
-                dp = torch.stack([torch.linalg.vecdot(v, g) for v in wide])
+                product, dp = torch.empty_like(g), torch.empty_like(p)
+                for j, v in enumerate(wide):
+                    torch.sum(torch.mul(v, g, out=product), -1, out=dp[j])
                 dscore = p * (dp - (p * dp).sum(0))
                 along_query = dscore * rstd
                 along_source = along_query * score * rstd / -width
@@ -113,7 +119,7 @@ class _Mix(torch.autograd.Function):
                     dquery_D.addmv_(v.t(), along_query[j])
                     if dsource is not None:
                         # score = rstd · (v · query), so its gradient lies along the query and, through rstd, along v.
-                        out = dsource[rows] if dsource.dtype == acc else torch.empty_like(g)
+                        out = dsource[rows] if dsource.dtype == acc else product
                         torch.mul(g, p[j][:, None], out=out).addr_(along_query[j], query_D).addcmul_(v, along_source[j][:, None])
                         if dsource.dtype != acc:
                             dsource[rows] = out

@@ -13,7 +13,7 @@ from openk3.ops.backend import pick
 from openk3.ops.precision import accumulation_dtype
 
 # Elements that one pass handles, so that a block is still in the cache when the next pass over it comes.
-_BLOCK = 1 << 17
+_BLOCK = 1 << 18
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -66,8 +66,10 @@ class _RMSNorm(torch.autograd.Function):
             # With n = x·rstd: dx = rstd·(w dy − n·mean(w dy n)).
             along = torch.mv(product, weight_D).mul_(rstd.pow(3)).div_(-width)
             dweight_D += torch.mv(product.t(), rstd)
-            dx = torch.mul(dy, weight_D, out=product).mul_(rstd[:, None]).addcmul_(wide, along[:, None])
-            dx_TD[rows] = dx
+            dx = dx_TD[rows] if x.dtype == acc else product
+            torch.mul(dy, weight_D, out=dx).mul_(rstd[:, None]).addcmul_(wide, along[:, None])
+            if x.dtype != acc:
+                dx_TD[rows] = dx
         return dx_TD.view(x.shape), dweight_D.to(weight.dtype), None
 
 
