@@ -131,7 +131,7 @@ def _mixed(x: Inputs, segments: Segments) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(x: Inputs, segments: Segments) -> tuple[Tensor, Tensor]:
-    return chunk_forward(x, make_plan(segments, x.q.shape[1], x.q.device), segments.count, None)
+    return chunk_forward(x, make_plan(segments, x.q.shape[1], max(x.q.shape[2], x.v.shape[2]), x.q.device), segments.count, None)
 
 
 def _resting_states(x: Inputs, segments: Segments) -> Tensor:
@@ -160,7 +160,7 @@ class _Chunked(torch.autograd.Function):
         x = Inputs(q, k, v, g, beta, initial_state, scale, factored, accumulation_dtype(q, k, v, g, beta))
         kept = Kept()
         with exact(q):
-            plan = make_plan(segments, q.shape[1], q.device)
+            plan = make_plan(segments, q.shape[1], max(q.shape[2], v.shape[2]), q.device)
             o, final = chunk_forward(x, plan, segments.count, kept)
         ctx.save_for_backward(q, k, v, g, beta, initial_state, *kept.errors, *kept.states)
         ctx.plan, ctx.scale, ctx.factored, ctx.dtype = plan, scale, factored, x.dtype

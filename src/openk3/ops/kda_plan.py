@@ -8,9 +8,11 @@ Letters: T tokens, H heads, N sequences, C slots of a chunk, n chunks of a group
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import neg
 
 import torch
 from torch import Tensor
@@ -19,8 +21,8 @@ from openk3.ops.segments import Segments
 
 CHUNK = 64
 TILE = 16
-# Head-chunks whose arrays are worked on together: enough for efficient batched products, few enough that the arrays stay in the cache.
-GROUP_MATRICES = 32
+# Elements in one array of a group, `[n, H, C, K]`: enough for efficient batched products, few enough that the group stays in the cache.
+GROUP_ELEMENTS = 32 * 64 * 128
 # Head-chunks that one step of the recurrence should have at least, if there are that many.
 STEP_MATRICES = 8
 
@@ -120,8 +122,8 @@ def chunk_width(length: int) -> int:
     return TILE if length <= TILE else 2 * TILE if length <= 2 * TILE else CHUNK
 
 
-def make_plan(segments: Segments, heads: int, device: torch.device) -> tuple[Band, ...]:
-    """Cut the sequences into bands of groups of chunks; sequences without a token are in none.
+def make_plan(segments: Segments, heads: int, head_width: int, device: torch.device) -> tuple[Band, ...]:
+    """Cut the sequences into bands of groups of chunks; sequences without a token are in none. `head_width` is the greater of K and V.
 
     The chunk width of a sequence depends on its own length alone.
     """
@@ -131,30 +133,33 @@ def make_plan(segments: Segments, heads: int, device: torch.device) -> tuple[Ban
     groups = position = 0
     while position < len(order):
         width = chunk_width(lengths[order[position]])
+        limit = GROUP_ELEMENTS // (width * max(head_width, width))
         members: list[int] = []
         chunks = 0
         while position < len(order) and chunk_width(lengths[order[position]]) == width:
             more = -(-lengths[order[position]] // width)
-            if members and (chunks + more) * heads > GROUP_MATRICES and (len(members) + 1) * heads > STEP_MATRICES:
+            if members and (chunks + more) * heads > limit and (len(members) + 1) * heads > STEP_MATRICES:
                 break
             members.append(order[position])
             chunks += more
             position += 1
-        bands.append(Band(tuple(members), tuple(_groups(segments, members, width, heads, groups, device))))
+        bands.append(Band(tuple(members), tuple(_groups(segments, members, width, heads, limit, groups, device))))
         groups += len(bands[-1].groups)
     return tuple(bands)
 
 
-def _groups(segments: Segments, members: Sequence[int], width: int, heads: int, number: int, device: torch.device) -> Iterator[Group]:
+def _groups(
+    segments: Segments, members: Sequence[int], width: int, heads: int, limit: int, number: int, device: torch.device
+) -> Iterator[Group]:
     chunks = [-(-segments.lengths[n] // width) for n in members]
-    running = [sum(count > index for count in chunks) if len(chunks) > 1 else 1 for index in range(chunks[0])] + [0]
+    running = [bisect_right(chunks, -index - 1, key=neg) for index in range(chunks[0])] + [0]
     steps: list[Step] = []
     starts: list[int] = []
     lengths: list[int] = []
     kept = 0
     for index in range(chunks[0]):
         count, going_on = running[index], running[index + 1]
-        if steps and (len(starts) + count) * heads > GROUP_MATRICES:
+        if steps and (len(starts) + count) * heads > limit:
             yield _group(number, steps, starts, lengths, width, device)
             number += 1
             steps, starts, lengths, kept = [], [], [], 0
