@@ -33,7 +33,8 @@ def test_plain_lines() -> None:
         "reading",
         "runs/x: 3.3 M parameters, 120,000 tokens to learn from, 2,000 held out; 200 steps; memory about 1.0 GiB of 8.0 GiB",
         "step 1/200 (0.5%)  loss 5.9900  1,234 tokens/s  lr 1.00e-03  gradient 2.50  busiest expert +1.00, 75% used  1:30 to go",
-        "step 3/200 (1.5%)  loss 5.9700  held out 5.5000  1,234 tokens/s  lr 1.00e-03  gradient 2.50  busiest expert +1.00, 75% used  1:30 to go",
+        "step 3/200 (1.5%)  loss 5.9700  held out 5.5000  1,234 tokens/s  lr 1.00e-03  gradient 2.50  "
+        "busiest expert +1.00, 75% used  1:30 to go",
         "saved runs/x/checkpoints/step-3 in 0.2 s",
     ]
 

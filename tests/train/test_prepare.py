@@ -176,7 +176,7 @@ def test_packed_and_json_lines_texts(text: Path, tmp_path: Path) -> None:
         ("a.txt", b"", "no text in"),
         ("a.txt", b"some text \x00\x01 more", "zero byte"),
         ("a.txt", b"caf\xe9 " * 50, "not UTF-8"),
-        ("a.txt", "a few words".encode(), "less than one batch|cannot be divided|cannot be held out"),
+        ("a.txt", b"a few words", "less than one batch|cannot be divided|cannot be held out"),
         ("a.txt", b"a few words more than that " * 10, "less than one batch of 96"),
         ("a.jsonl", b'{"body": "x"}\n', 'no "text"'),
         ("a.jsonl", b'{"text": \n', "not JSON"),

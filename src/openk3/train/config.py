@@ -27,7 +27,7 @@ import tyro
 from openk3.config import ModelConfig, resolve
 from openk3.errors import UserError
 from openk3.train import toml_tree
-from openk3.train.optimizer import OptimizerConfig
+from openk3.train.optimizer_settings import OptimizerConfig
 
 DEFAULT_MODEL = "nano"
 NONE = "none"

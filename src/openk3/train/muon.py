@@ -13,10 +13,12 @@ Letters: B blocks, n rows and m columns of a block.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from openk3.train.optimizer_settings import Precision, RmsShape
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic that Muon was published with (Keller Jordan, 2024): singular values end near 1, between about 0.7 and 1.2, rather than at
@@ -24,9 +26,6 @@ it, in exchange for few steps."""
 
 GRAM_MAX_STEPS = 6
 """Beyond it, rounding errors of a rank-deficient block's Gram matrix in fp32 could grow to the size of its entries."""
-
-Precision = Literal["auto", "float32", "bfloat16"]
-RmsShape = Literal["block", "matrix"]
 
 
 class BlockLayout(NamedTuple):
