@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from openk3.commands.demo_summary import Findings, Sample
     from openk3.engine.session import Session
     from openk3.train.config import TrainConfig
+    from openk3.train.loop import RunResult
 
 SUMMARY = "train a small K3 on Python's own sources, then let it write"
 DEFAULT_OUT = Path("runs/demo")
@@ -33,6 +34,8 @@ class Arguments:
 
     minutes: float = 4.0
     """How long to train. Preparing the text and writing samples come on top: about a minute."""
+    sft_minutes: float = 1.0
+    """How long to fine-tune afterwards, on questions about code, with and without quantization-aware training. 0: not at all."""
     out: str | None = None
     """The run directory to make. None: runs/demo, or runs/demo-2, … when that is taken."""
     seed: int = 0
@@ -63,6 +66,23 @@ def main(argv: list[str]) -> int:
         print(f"the summary of what it has learned: openk3 demo --show {result.run}")
         return code
     _show(result.run, arguments)
+    return _fine_tune(result, config, arguments.sft_minutes) if arguments.sft_minutes > 0 else 0
+
+
+def _fine_tune(base: RunResult, config: TrainConfig, minutes: float) -> int:
+    """The second stage and its summary; returns the exit code."""
+    from rich.console import Console
+
+    from openk3.commands.demo_sft import Stage, fine_tune, stage_summary
+    from openk3.commands.train import report
+    from openk3.train.display import Display
+
+    with Display() as display:
+        stage = fine_tune(base, config, minutes, on_event=display)
+    if not isinstance(stage, Stage):
+        return report(stage)
+    console = Console(highlight=False)
+    console.print(stage_summary(stage, console.width))
     return 0
 
 

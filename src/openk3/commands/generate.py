@@ -27,6 +27,7 @@ INTERRUPTED = 130
 EXAMPLES = (
     'openk3 generate runs/demo --prompt "def main("',
     'openk3 generate runs/demo --prompt "class " --temperature 0 --stop "def " --json',
+    'openk3 generate runs/demo-chat --chat --prompt "def double(x):"',
     "openk3 generate runs/demo --prompt-file - --max-tokens 400 < start.py",
 )
 
@@ -41,6 +42,8 @@ class Arguments:
     """The text to continue. None and no --prompt-file: start from nothing. Control tokens in it are plain text."""
     prompt_file: str | None = None
     """Read the prompt from this UTF-8 file; "-" is stdin."""
+    chat: bool = False
+    """The prompt is a user's message; a model fine-tuned on conversations answers it."""
     max_tokens: int = 200
     """Stop after so many new tokens."""
     temperature: float = 0.8
@@ -103,7 +106,7 @@ def _write(session: Session, prompt: str, params: SamplingParams, arguments: Arg
         out.write(piece)
         out.flush()
 
-    if terminal and prompt:
+    if terminal and prompt and not arguments.chat:
         out.write(f"\x1b[2m{prompt}\x1b[0m")
         out.flush()
     made = session.complete(
@@ -111,6 +114,7 @@ def _write(session: Session, prompt: str, params: SamplingParams, arguments: Arg
         params,
         max_tokens=arguments.max_tokens,
         stops=arguments.stop,
+        chat=arguments.chat,
         on_text=None if arguments.json else show,
         cancelled=interrupted.is_set,
     )

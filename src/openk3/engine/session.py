@@ -6,9 +6,10 @@ out = session.complete(["def main("], SamplingParams(temperature=0.8), max_token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from openk3.engine.text_stream import TextStream
 from openk3.errors import UserError
 from openk3.model.decoder import Decoder
 from openk3.text.tokenizer import Tokenizer
+from openk3.text.xtml import CLOSE, CONTROL_TOKENS, END_OF_MESSAGE, pieces
 
 OnText = Callable[[int, str], None]
 """Called as (prompt index, piece) with text that may be shown at once."""
@@ -86,6 +88,23 @@ class Session:
             raise UserError("the prompt is empty, and the tokenizer has no beginning-of-text token to start from")
         return ids
 
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The tokens of a conversation in the release's chat format, up to where the assistant's response begins (no think channel).
+
+        Raises UserError for messages of the wrong shape, and for a tokenizer without the format's control tokens.
+        """
+        self._chat_ends()
+        rendered = pieces(messages, thinking=False)
+        return [token for piece in rendered for token in self.tokenizer.encode(piece.text, allow_special=piece.special)]
+
+    def _chat_ends(self) -> frozenset[int]:
+        """What ends a response: its channel or the message is closed."""
+        special = self.tokenizer.special_ids
+        missing = [name for name in CONTROL_TOKENS if name not in special]
+        if missing:
+            raise UserError(f"the tokenizer has no control token {missing[0]}: this model cannot chat")
+        return frozenset((special[CLOSE], special[END_OF_MESSAGE]))
+
     def complete(
         self,
         prompts: Sequence[str],
@@ -93,11 +112,12 @@ class Session:
         *,
         max_tokens: int,
         stops: Sequence[str] = (),
+        chat: bool = False,
         on_text: OnText | None = None,
         cancelled: Callable[[], bool] | None = None,
         prefill_chunk: int = 512,
     ) -> TextGeneration:
-        """Continue each prompt until an end token, a stop string or `max_tokens`.
+        """Continue each prompt until an end token, a stop string or `max_tokens`; with `chat`, answer each as a user's message.
 
         Raises UserError for whatever is wrong with a prompt, a stop string or a limit, or for logits that hold no token.
         """
@@ -110,13 +130,16 @@ class Session:
                 show(sequence, piece)
             return streams[sequence].matched is not None
 
-        prompt_ids = [self.encode_prompt(prompt) for prompt in prompts]
+        if chat:
+            prompt_ids = [self.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
+        else:
+            prompt_ids = [self.encode_prompt(prompt) for prompt in prompts]
         made = generate(
             self.model,
             prompt_ids,
             params,
             max_tokens=max_tokens,
-            stop_ids=self.ends.ids,
+            stop_ids=self.ends.ids | self._chat_ends() if chat else self.ends.ids,
             on_token=take,
             prefill_chunk=prefill_chunk,
             vocabulary=self.tokenizer.vocab_size,
