@@ -67,13 +67,6 @@ def test_gate_is_its_reference(shape: tuple[int, int, int], dtype: torch.dtype, 
     )
 
 
-def test_gate_slope_in_both_tails() -> None:
-    # d/df lb·σ(f) = lb·σ(f)·σ(−f); 1 − σ(f) computed as such would be 0 at f = 40 in fp32.
-    f = torch.tensor([-40.0, 40.0]).view(2, 1, 1).requires_grad_()
-    (slope,) = torch.autograd.grad(kda_gate(f, torch.zeros(1), torch.zeros(1), -5.0).sum(), f)
-    assert slope.flatten().tolist() == pytest.approx([-5 * math.exp(-40)] * 2, rel=1e-5)
-
-
 @pytest.mark.parametrize("dtype, tolerance", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 4), (3, 2), (5, 2, 7), (1500, 2, 96)])
 def test_l2norm_is_its_reference(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
@@ -117,7 +110,8 @@ def test_gated_norm_casts_once() -> None:
 def test_what_they_save() -> None:
     f, A_log, bias = normal(64, 2, 8, seed=1).requires_grad_(), torch.zeros(2, dtype=torch.float64), torch.zeros(16, dtype=torch.float64)
     small = 8 * (2 + 16 + 8)
-    assert saved_bytes(lambda: kda_gate(f, A_log, bias, -5.0)) <= f.nbytes + small
+    # f and the result.
+    assert saved_bytes(lambda: kda_gate(f, A_log, bias, -5.0)) <= 2 * f.nbytes + small
     assert saved_bytes(lambda: l2norm(f)) <= f.nbytes
     gate = normal(64, 2, 8, seed=2).requires_grad_()
     assert saved_bytes(lambda: gated_rms_norm(f, torch.ones(8, dtype=torch.float64), gate, 1e-5)) <= 2 * f.nbytes + small

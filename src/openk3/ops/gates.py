@@ -18,11 +18,9 @@ from openk3.ops.backend import pick
 from openk3.ops.precision import accumulation_dtype
 
 # Elements that one pass handles.
-_BLOCK = 1 << 17
-# exp(A_log) is held below exp(80), so that neither it nor its product with a bounded gate's slope leaves fp32.
-_LARGEST_LOG_RATE = 80.0
-# Beyond this the sigmoid's slope is 0 even in float64; the bound keeps 0 · inf out of the gradient.
-_SATURATED = 1e4
+_BLOCK = 1 << 19
+# exp(A_log) is held below exp(60), so that its product with any f, and with the slope of a bounded gate, stays within fp32.
+_LARGEST_LOG_RATE = 60.0
 
 
 def kda_gate(f: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
@@ -86,6 +84,8 @@ def gated_rms_norm_reference(x: Tensor, weight: Tensor, gate: Tensor, eps: float
 
 
 class _Gate(torch.autograd.Function):
+    """Saves f and the result, which the op that takes it saves in any case."""
+
     @staticmethod
     def forward(ctx: Any, f: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
         acc = accumulation_dtype(f)
@@ -97,31 +97,31 @@ class _Gate(torch.autograd.Function):
                 torch.mul(F.softplus(z), -rate, out=z)
             else:
                 z.mul_(rate).sigmoid_().mul_(lower_bound)
-        ctx.save_for_backward(f, A_log, dt_bias)
+        ctx.save_for_backward(f, A_log, dt_bias, g)
         ctx.lower_bound = lower_bound
         return g
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dg: Tensor) -> tuple[Tensor | None, ...]:
-        f, A_log, dt_bias = ctx.saved_tensors
-        acc = accumulation_dtype(f)
-        rate, bias = _rate(A_log, acc), dt_bias.to(acc).view(f.shape[1:])
+        f, A_log, dt_bias, g = ctx.saved_tensors
+        bound: float | None = ctx.lower_bound
+        rate, bias = _rate(A_log, g.dtype), dt_bias.to(g.dtype).view(f.shape[1:])
+        # Gradients of z = f + dt_bias are `slope` times those of softplus(z), or of u = exp(A_log) z within the sigmoid.
+        slope = -rate if bound is None else bound * rate
         df = torch.empty_like(f)
-        dA, dbias = torch.zeros_like(bias), torch.zeros_like(bias)
+        dA, dz_sum = torch.zeros_like(bias), torch.zeros_like(bias)
         for rows in _blocks(f):
             z = f[rows] + bias
-            if ctx.lower_bound is None:
-                dz = torch.sigmoid(z).masked_fill_(z > 20, 1).mul_(-rate).mul_(dg[rows])
-                dA += F.softplus(z).mul_(dg[rows]).mul_(-rate).sum(0)
+            if bound is None:
+                dA += (g[rows] * dg[rows]).sum(0)
+                dz = torch.ops.aten.softplus_backward(dg[rows], z, 1.0, 20.0)
             else:
-                u = z.mul_(rate).clamp_(-_SATURATED, _SATURATED)
-                du = torch.sigmoid(u).mul_(torch.sigmoid(-u)).mul_(ctx.lower_bound).mul_(dg[rows])
-                dA += u.mul_(du).sum(0)
-                dz = du.mul_(rate)
-            dbias += dz.sum(0)
-            df[rows] = dz
-        return df, dA.sum(1).to(A_log.dtype), dbias.view(dt_bias.shape).to(dt_bias.dtype), None
+                dz = torch.ops.aten.sigmoid_backward(dg[rows], g[rows] / bound)
+                dA += z.mul_(dz).sum(0).mul_(slope)
+            dz_sum += dz.sum(0)
+            _multiply(dz, slope, df[rows])
+        return df, dA.sum(1).to(A_log.dtype), (dz_sum * slope).view(dt_bias.shape).to(dt_bias.dtype), None
 
 
 class _L2Norm(torch.autograd.Function):
@@ -131,7 +131,7 @@ class _L2Norm(torch.autograd.Function):
         y = torch.empty_like(x)
         for rows in _blocks(x):
             wide = x[rows].to(acc)
-            y[rows] = wide * _inverse_length(wide, eps)
+            _multiply(wide, _inverse_length(wide, eps), y[rows])
         ctx.save_for_backward(x)
         ctx.eps = eps
         return y
@@ -145,8 +145,9 @@ class _L2Norm(torch.autograd.Function):
         for rows in _blocks(x):
             wide, grad = x[rows].to(acc), dy[rows].to(acc)
             inverse = _inverse_length(wide, ctx.eps)
-            along = (wide * grad).sum(-1, keepdim=True).mul_(inverse.pow(3)).neg_()
-            dx[rows] = (grad * inverse).addcmul_(wide, along)
+            along = (wide * grad).sum(-1, keepdim=True).mul_(inverse.square()).neg_()
+            # dx = (dy - y (y·dy)) / length
+            _multiply(torch.addcmul(grad, wide, along), inverse, dx[rows])
         return dx, None
 
 
@@ -159,7 +160,7 @@ class _GatedRMSNorm(torch.autograd.Function):
         for rows in _blocks(x):
             wide = x[rows].to(acc)
             inverse = _inverse_length(wide, eps * x.shape[-1]).mul_(x.shape[-1] ** 0.5)
-            y[rows] = torch.sigmoid(gate[rows].to(acc)).mul_(wide).mul_(inverse).mul_(scale)
+            _multiply(torch.sigmoid(gate[rows].to(acc)).mul_(wide).mul_(inverse), scale, y[rows])
         ctx.save_for_backward(x, weight, gate)
         ctx.eps = eps
         return y
@@ -172,17 +173,27 @@ class _GatedRMSNorm(torch.autograd.Function):
         scale = weight.to(acc)
         dx, dgate, dweight = torch.empty_like(x), torch.empty_like(gate), torch.zeros_like(scale)
         for rows in _blocks(x):
-            wide, grad, opening = x[rows].to(acc), dy[rows].to(acc), gate[rows].to(acc)
+            wide, grad = x[rows].to(acc), dy[rows].to(acc)
             inverse = _inverse_length(wide, ctx.eps * width).mul_(width**0.5)
-            open_ = torch.sigmoid(opening)
+            opened = torch.sigmoid(gate[rows].to(acc))
             normal = wide * inverse
-            dnormal = grad * open_
-            dweight += (dnormal * normal).flatten(0, -2).sum(0)
-            dnormal.mul_(scale)
-            product = dnormal * normal
-            dgate[rows] = torch.sigmoid(opening.neg()).mul_(product)
-            dx[rows] = dnormal.addcmul_(normal, product.mean(-1, keepdim=True), value=-1).mul_(inverse)
+            # dy times the normalised x: what weight and gate see.
+            product = grad * normal
+            dweight += torch.mul(product, opened).flatten(0, -2).sum(0)
+            product.mul_(scale)
+            dgate[rows] = torch.ops.aten.sigmoid_backward(product, opened)
+            along = product.mul_(opened).mean(-1, keepdim=True).neg_()
+            dnormal = opened.mul_(grad).mul_(scale)
+            _multiply(dnormal.addcmul_(normal, along), inverse, dx[rows])
         return dx, dweight.to(weight.dtype), dgate, None
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """`out = a · b`, rounded once to out's dtype."""
+    if out.dtype == a.dtype:
+        torch.mul(a, b, out=out)
+    else:
+        out.copy_(a * b)
 
 
 def _rate(A_log: Tensor, acc: torch.dtype) -> Tensor:

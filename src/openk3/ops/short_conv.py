@@ -1,6 +1,6 @@
 """The short causal convolution before KDA's q, k and v, with the tail that a sequence carries from call to call (Kimi K3 report §2.1.1).
 
-Letters: T tokens, D channels, W taps, N sequences, B tokens at a given place in their sequence.
+Letters: T tokens, D channels, W taps, N sequences.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from openk3.ops.backend import pick
 from openk3.ops.precision import accumulation_dtype, exact
 from openk3.ops.segments import Segments
 
-# Elements that one pass handles, so that a block is still in the cache when the next pass over it comes.
-_BLOCK = 1 << 17
+# Elements that one pass handles, so that a block is still in the cache when the next pass over it comes, and the fewest channels of a block.
+_BLOCK = 1 << 20
+_NARROWEST = 64
 
 
 def short_conv(x: Tensor, weight: Tensor, segments: Segments, tail: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -79,56 +80,58 @@ def short_conv_reference(x: Tensor, weight: Tensor, segments: Segments, tail: Te
 
 
 @dataclass(frozen=True)
-class _Edges:
-    """Which tokens lie so near their sequence's start that they see its tail, and where a new tail's columns come from.
+class _Lines:
+    """All sequences end to end, each with its tail before its tokens: `T + N (W - 1)` rows. A sum over W rows of it never mixes sequences.
 
-    `heads[p]`: (sequences, flat tokens, ascending) of the tokens at place p < W - 1. `fresh[i]`: (sequences, flat tokens) whose new tail's
-    column i is one of this call's tokens. `carried[i]`: (sequences, columns of the old tail) whose new tail's column i is still an old one.
+    Rows of the tokens, and for each sequence of the tail before `[N·(W - 1)]` and after the call; a slice where the rows are consecutive.
     """
 
-    heads: tuple[tuple[Tensor, Tensor], ...]
-    fresh: tuple[tuple[Tensor, Tensor], ...]
-    carried: tuple[tuple[Tensor, Tensor], ...]
+    rows: int
+    tokens: slice | Tensor
+    before: slice | Tensor
+    after: slice | Tensor
 
-    def heads_in(self, place: int, first: int, end: int) -> slice:
-        """Which of `heads[place]` are tokens from `first` to before `end`."""
-        low, high = torch.searchsorted(self.heads[place][1], torch.tensor([first, end], device=self.heads[place][1].device)).tolist()
-        return slice(low, high)
+    @staticmethod
+    def of(segments: Segments, past: int, device: torch.device) -> _Lines:
+        total = segments.total + segments.count * past
+        if segments.count == 1:
+            return _Lines(total, slice(past, total), slice(0, past), slice(segments.total, total))
+        gaps = past * torch.arange(segments.count)
+        steps = torch.arange(past)
+        tokens = torch.arange(segments.total) + past * (segments.ids + 1)
+        before = (segments.offsets[:-1] + gaps)[:, None] + steps
+        after = (segments.offsets[1:] + gaps)[:, None] + steps
+        return _Lines(total, tokens.to(device), before.flatten().to(device), after.flatten().to(device))
 
 
-def _edges(segments: Segments, past: int, device: torch.device) -> _Edges:
-    starts, ends = segments.offsets[:-1], segments.offsets[1:]
-    lengths = ends - starts
-    heads, fresh, carried = [], [], []
-    for place in range(past):
-        sequences = (lengths > place).nonzero()[:, 0]
-        heads.append((sequences.to(device), (starts[sequences] + place).to(device)))
-        back = past - place
-        sequences = (lengths >= back).nonzero()[:, 0]
-        fresh.append((sequences.to(device), (ends[sequences] - back).to(device)))
-        sequences = (lengths < back).nonzero()[:, 0]
-        carried.append((sequences.to(device), (lengths[sequences] + place).to(device)))
-    return _Edges(tuple(heads), tuple(fresh), tuple(carried))
+def _take(x: Tensor, rows: slice | Tensor) -> Tensor:
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+
+
+def _put(x: Tensor, rows: slice | Tensor, values: Tensor) -> None:
+    if isinstance(rows, slice):
+        x[rows] = values
+    else:
+        x.index_copy_(0, rows, values.to(x.dtype))
 
 
 class _ShortConv(torch.autograd.Function):
-    """Saves x, the weight and the tail; the sum before SiLU is made again, block by block."""
+    """Saves x, the weight and the tail; lines and sums are made again, a block of channels at a time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, segments: Segments, tail: Tensor | None) -> tuple[Tensor, Tensor]:
-        edges = _edges(segments, weight.shape[2] - 1, x.device)
+        past = weight.shape[2] - 1
+        lines = _Lines.of(segments, past, x.device)
         lags = _lags(weight, accumulation_dtype(x))
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        for first, end in _blocks(x):
-            y[first:end] = F.silu(_sums(x, lags, edges, tail, first, end), inplace=True)
-        new_tail = x.new_zeros((segments.count, x.shape[1], weight.shape[2] - 1))
-        for column, (sequences, tokens) in enumerate(edges.fresh):
-            new_tail[sequences, :, column] = x.index_select(0, tokens)
-        if tail is not None:
-            for column, (sequences, old) in enumerate(edges.carried):
-                new_tail[sequences, :, column] = tail[sequences, :, old].to(x.dtype)
+        # Row by row in memory, as lines are: the next call reads it without a transposition.
+        new_tail = x.new_empty((segments.count, past, x.shape[1])).mT
+        for channels in _blocks(x):
+            line = _line(x, tail, lines, channels, lags.dtype)
+            new_tail[:, channels] = _take(line, lines.after).view(segments.count, past, line.shape[1]).mT
+            y[:, channels] = F.silu(_take(_sums(line, lags[:, channels]), _sum_rows(lines, past)), inplace=True)
         ctx.save_for_backward(x, weight, tail)
-        ctx.edges = edges
+        ctx.lines, ctx.sequences = lines, segments.count
         ctx.set_materialize_grads(False)
         return y, new_tail
 
@@ -136,82 +139,67 @@ class _ShortConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dnew_tail: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, tail = ctx.saved_tensors
-        edges: _Edges = ctx.edges
-        acc = accumulation_dtype(x)
-        lags = _lags(weight, acc)
-        dx = x.new_zeros(x.shape, dtype=acc)
-        dlags = torch.zeros_like(lags)
-        dtail = None if tail is None else torch.zeros_like(tail, dtype=acc)
-        if dy is not None:
-            for first, end in _blocks(x):
-                total = _sums(x, lags, edges, tail, first, end)
-                gate = torch.sigmoid(total)
-                dsum = total.mul_(1 - gate).add_(1).mul_(gate).mul_(dy[first:end])
-                _block_backward(x, dsum, lags, edges, tail, first, dx, dlags, dtail)
-        if dnew_tail is not None:
-            for column, (sequences, tokens) in enumerate(edges.fresh):
-                dx.index_add_(0, tokens, dnew_tail[sequences, :, column].to(acc))
+        lines: _Lines = ctx.lines
+        past = weight.shape[2] - 1
+        lags = _lags(weight, accumulation_dtype(x))
+        dx, dlags = torch.empty_like(x, memory_format=torch.contiguous_format), torch.zeros_like(lags)
+        dtail = None if tail is None else tail.new_empty((ctx.sequences, past, x.shape[1])).mT
+        for channels in _blocks(x):
+            lag = lags[:, channels]
+            line = _line(x, tail, lines, channels, lags.dtype)
+            dline = torch.zeros_like(line)
+            if dy is not None:
+                sums, rows = _sums(line, lag), _sum_rows(lines, past)
+                dtokens = torch.ops.aten.silu_backward(dy[:, channels].to(lags.dtype), _take(sums, rows))
+                dsums = dtokens
+                if not isinstance(rows, slice):
+                    # Between the sequences lie sums that are no token's.
+                    dsums = sums.zero_().index_copy_(0, rows, dtokens)
+                for j in range(past + 1):
+                    window = slice(past - j, past - j + dsums.shape[0])
+                    dline[window].addcmul_(dsums, lag[j])
+                    dlags[j, channels] = (dsums * line[window]).sum(0)
+            if dnew_tail is not None:
+                carried = dnew_tail[:, channels].mT.reshape(ctx.sequences * past, line.shape[1]).to(lags.dtype)
+                if isinstance(lines.after, slice):
+                    dline[lines.after] += carried
+                else:
+                    dline.index_add_(0, lines.after, carried)
+            dx[:, channels] = _take(dline, lines.tokens)
             if dtail is not None:
-                for column, (sequences, old) in enumerate(edges.carried):
-                    dtail[sequences, :, old] += dnew_tail[sequences, :, column].to(acc)
-        dweight = dlags.flip(0).T[:, None].to(weight.dtype)
-        return dx.to(x.dtype), dweight, None, None if tail is None or dtail is None else dtail.to(tail.dtype)
+                dtail[:, channels] = _take(dline, lines.before).view(ctx.sequences, past, line.shape[1]).mT
+        return dx, dlags.flip(0).T[:, None].to(weight.dtype), None, dtail
 
 
-def _block_backward(
-    x: Tensor,
-    dsum: Tensor,
-    lags: Tensor,
-    edges: _Edges,
-    tail: Tensor | None,
-    first: int,
-    dx: Tensor,
-    dlags: Tensor,
-    dtail: Tensor | None,
-) -> None:
-    """Add what the sums of the tokens from `first` on give to the gradients; `dsum` `[rows, D]` is used up."""
-    taps, end = lags.shape[0], first + dsum.shape[0]
-    for lag in range(taps):
-        if lag:
-            # Tokens at place lag - 1 see the tail from this lag on, and no token of x any more.
-            place = lag - 1
-            here = edges.heads_in(place, first, end)
-            sequences, tokens = edges.heads[place][0][here], edges.heads[place][1][here] - first
-            if tail is not None and dtail is not None:
-                grad = dsum.index_select(0, tokens)
-                for further in range(lag, taps):
-                    column = taps - 1 + place - further
-                    dlags[further] += (grad * tail[sequences, :, column].to(dsum.dtype)).sum(0)
-                    dtail[sequences, :, column] += grad * lags[further]
-            dsum.index_fill_(0, tokens, 0)
-        if end > lag:
-            low = max(first - lag, 0)
-            grad = dsum[low + lag - first :]
-            dx[low : end - lag].addcmul_(grad, lags[lag])
-            dlags[lag] += (grad * x[low : end - lag].to(dsum.dtype)).sum(0)
+def _line(x: Tensor, tail: Tensor | None, lines: _Lines, channels: slice, dtype: torch.dtype) -> Tensor:
+    """The lines of some channels, `[rows, channels]`."""
+    tokens = x[:, channels]
+    line = tokens.new_empty((lines.rows, tokens.shape[1]), dtype=dtype)
+    _put(line, lines.tokens, tokens)
+    if tail is None:
+        if isinstance(lines.before, slice):
+            line[lines.before] = 0
+        else:
+            line.index_fill_(0, lines.before, 0)
+    else:
+        # A tail is what x was: it has x's precision.
+        _put(line, lines.before, tail[:, channels].mT.reshape(lines.rows - x.shape[0], tokens.shape[1]).to(x.dtype))
+    return line
 
 
-def _sums(x: Tensor, lags: Tensor, edges: _Edges, tail: Tensor | None, first: int, end: int) -> Tensor:
-    """The convolution's sums of the tokens `first` to before `end`, `[end - first, D]`, in the dtype of `lags`."""
-    taps = lags.shape[0]
-    low = max(first - taps + 1, 0)
-    wide = x[low:end].to(lags.dtype)
-    total = wide[first - low :] * lags[0]
-    for lag in range(1, taps):
-        skip = max(lag - first, 0)
-        if end - first > skip:
-            total[skip:].addcmul_(wide[first + skip - lag - low : end - lag - low], lags[lag])
-    for place, (all_sequences, all_tokens) in enumerate(edges.heads):
-        here = edges.heads_in(place, first, end)
-        sequences, tokens = all_sequences[here], all_tokens[here]
-        head = x.index_select(0, tokens).to(lags.dtype) * lags[0]
-        for lag in range(1, taps):
-            if lag <= place:
-                head.addcmul_(x.index_select(0, tokens - lag).to(lags.dtype), lags[lag])
-            elif tail is not None:
-                head.addcmul_(tail[sequences, :, taps - 1 + place - lag].to(lags.dtype), lags[lag])
-        total.index_copy_(0, tokens - first, head)
+def _sums(line: Tensor, lags: Tensor) -> Tensor:
+    """The convolution's sums that end at the line's rows from W - 1 on: `[rows - (W - 1), channels]`."""
+    past = lags.shape[0] - 1
+    count = max(line.shape[0] - past, 0)
+    total = line[past:] * lags[0]
+    for j in range(1, past + 1):
+        total.addcmul_(line[past - j : past - j + count], lags[j])
     return total
+
+
+def _sum_rows(lines: _Lines, past: int) -> slice | Tensor:
+    """Which of the sums are the tokens'."""
+    return slice(None) if isinstance(lines.tokens, slice) else lines.tokens - past
 
 
 def _lags(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -219,8 +207,8 @@ def _lags(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight[:, 0].to(dtype).T.flip(0).contiguous()
 
 
-def _blocks(x: Tensor) -> Iterator[tuple[int, int]]:
-    """Ranges of tokens that hold about `_BLOCK` elements each."""
-    rows = max(1, _BLOCK // max(1, x.shape[1]))
-    for first in range(0, x.shape[0], rows):
-        yield first, min(first + rows, x.shape[0])
+def _blocks(x: Tensor) -> Iterator[slice]:
+    """Channels that hold about `_BLOCK` elements each, and not so few that rows become short."""
+    width = max(_NARROWEST, _BLOCK // max(1, x.shape[0]))
+    for first in range(0, x.shape[1], width):
+        yield slice(first, min(first + width, x.shape[1]))
