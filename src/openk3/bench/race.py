@@ -110,7 +110,7 @@ class Worker:
         code = self._process.wait()
         self._errors.seek(0)
         lines = [line.strip() for line in self._errors.read().splitlines() if line.strip()]
-        how = f"killed by signal {-code} (out of memory?)" if code < 0 else f"exit code {code}"
+        how = f"killed by signal {-code}{' (out of memory?)' if code == -9 else ''}" if code < 0 else f"exit code {code}"
         return f"the process died: {how}" + (f": {lines[-1][:200]}" if lines else "")
 
 
