@@ -48,7 +48,15 @@ class Case:
 
 
 def make_case(
-    lengths: Sequence[int], *, H: int = 2, K: int = 8, V: int = 12, gate: str = "mixed", state: bool = True, equal_keys: bool = False, seed: int = 0
+    lengths: Sequence[int],
+    *,
+    H: int = 2,
+    K: int = 8,
+    V: int = 12,
+    gate: str = "mixed",
+    state: bool = True,
+    equal_keys: bool = False,
+    seed: int = 0,
 ) -> Case:
     """A case in float64, the same object for the same arguments. `equal_keys`: every key is the first unit vector and beta is 1."""
     return _make_case(tuple(lengths), H, K, V, gate, state, equal_keys, seed)
@@ -77,7 +85,9 @@ def _make_case(lengths: tuple[int, ...], H: int, K: int, V: int, gate: str, stat
     )
 
 
-def results(op: Callable[..., tuple[Tensor, Tensor]], case: Case, dtype: torch.dtype = torch.float64, lower_bound: float | None = None) -> list[Tensor]:
+def results(
+    op: Callable[..., tuple[Tensor, Tensor]], case: Case, dtype: torch.dtype = torch.float64, lower_bound: float | None = None
+) -> list[Tensor]:
     """o, the final state, and the gradient of each tensor of the case."""
     leaves = [t.to(dtype).requires_grad_() for t in (x.detach().clone() for x in case.tensors)]
     state = leaves[5] if len(leaves) > 5 else None

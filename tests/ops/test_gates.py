@@ -62,9 +62,11 @@ def test_gate_is_finite_however_saturated(lower_bound: float | None, dtype: torc
 def test_gate_is_its_reference(shape: tuple[int, int, int], dtype: torch.dtype, tolerance: float, lower_bound: float | None) -> None:
     T, H, K = shape
     inputs = [normal(T, H, K, seed=1, dtype=dtype), normal(H, seed=2).to(dtype), normal(H * K, seed=3).to(dtype)]
-    assert_same_op(
-        lambda f, A, b: kda_gate(f, A, b, lower_bound).to(dtype), lambda f, A, b: kda_gate_reference(f, A, b, lower_bound), inputs, tolerance
-    )
+
+    def run(f, A_log, dt_bias):
+        return kda_gate(f, A_log, dt_bias, lower_bound).to(dtype)
+
+    assert_same_op(run, lambda f, A_log, dt_bias: kda_gate_reference(f, A_log, dt_bias, lower_bound), inputs, tolerance)
 
 
 @pytest.mark.parametrize("dtype, tolerance", DTYPES)
@@ -76,7 +78,8 @@ def test_l2norm_is_its_reference(shape: tuple[int, ...], dtype: torch.dtype, tol
 def test_l2norm_by_hand() -> None:
     x = torch.tensor([[3.0, 4.0], [0.0, 0.0], [1e-4, 0.0]], dtype=torch.float64, requires_grad=True)
     y = l2norm(x)
-    assert y.flatten().tolist() == pytest.approx([3 / math.sqrt(25 + 1e-6), 4 / math.sqrt(25 + 1e-6), 0, 0, 1e-4 / math.sqrt(1e-8 + 1e-6), 0])
+    long, short = math.sqrt(25 + 1e-6), math.sqrt(1e-8 + 1e-6)
+    assert y.flatten().tolist() == pytest.approx([3 / long, 4 / long, 0, 0, 1e-4 / short, 0])
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert dx[1].tolist() == pytest.approx([1e3, 1e3])
 
@@ -94,9 +97,7 @@ def test_gated_norm_oracle(form: str) -> None:
 @pytest.mark.parametrize("shape", [(0, 2, 4), (1, 1, 3), (5, 2, 7), (900, 2, 96)])
 def test_gated_norm_is_its_reference(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
     inputs = [normal(*shape, seed=1, dtype=dtype), normal(shape[-1], seed=2, dtype=dtype), normal(*shape, seed=3, dtype=dtype)]
-    assert_same_op(
-        lambda x, w, gate: gated_rms_norm(x, w, gate, 1e-5), lambda x, w, gate: gated_rms_norm_reference(x, w, gate, 1e-5), inputs, tolerance
-    )
+    assert_same_op(lambda *given: gated_rms_norm(*given, 1e-5), lambda *given: gated_rms_norm_reference(*given, 1e-5), inputs, tolerance)
 
 
 def test_gated_norm_casts_once() -> None:

@@ -31,8 +31,8 @@ def test_causal_to_the_last_bit(length: int, at: int, name: str, lower_bound: fl
             # The loss reads the outputs before `at` alone.
             case = replace(case, do=torch.cat([case.do[:at], torch.zeros_like(case.do[at:])]), dfinal=torch.zeros_like(case.dfinal))
             other = changed(case, name, slice(at, None))
-            for a, b in zip(without_gradient(kda, case, dtype, lower_bound)[:1], without_gradient(kda, other, dtype, lower_bound), strict=False):
-                assert torch.equal(a[:at], b[:at])
+            a, b = (without_gradient(kda, one, dtype, lower_bound)[0] for one in (case, other))
+            assert torch.equal(a[:at], b[:at])
             o, _, *grads = results(kda, case, dtype, lower_bound)
             other_o, _, *other_grads = results(kda, other, dtype, lower_bound)
             assert torch.equal(o[:at], other_o[:at])
@@ -66,12 +66,12 @@ def test_each_sequence_as_if_alone(lengths: list[int], lower_bound: float | None
     together = (results(kda, case, lower_bound=lower_bound), without_gradient(kda, case, lower_bound=lower_bound))
     for n, (start, length) in enumerate(zip(case.segments.starts, lengths, strict=True)):
         span = slice(start, start + length)
-        alone = Case(
-            *(t[span] for t in case.tensors[:5]), case.initial_state[n : n + 1], Segments.of([length]), case.do[span], case.dfinal[n : n + 1]
-        )
+        own = slice(n, n + 1)
+        tensors = (t[span] for t in case.tensors[:5])
+        alone = Case(*tensors, case.initial_state[own], Segments.of([length]), case.do[span], case.dfinal[own])
         for everyone in together:
             for position, (a, b) in enumerate(zip(everyone, expected(alone), strict=False)):
-                assert distance(a[n : n + 1] if position in (1, 7) else a[span], b) <= 1e-12
+                assert distance(a[own] if position in (1, 7) else a[span], b) <= 1e-12
 
 
 @pytest.mark.parametrize("lower_bound", BOUNDS)

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openk3.ops import backend, short_conv as module
+from openk3.ops import backend
+from openk3.ops import short_conv as module
 from openk3.ops.segments import Segments
 from openk3.ops.short_conv import short_conv, short_conv_reference
 from tests.ops.compare import normal, saved_bytes

@@ -42,13 +42,10 @@ def chunk_backward(x: Inputs, plan: tuple[Band, ...], kept: Kept, do: Tensor | N
     if grads.initial_state is not None and dfinal is not None:
         grads.initial_state.copy_(dfinal)
     for band in plan:
+        initial = None if x.initial_state is None else members(band, x.initial_state).to(x.dtype).flatten(0, 1)
+        befores = [initial, *(states_after(group.steps[-1], kept.states[group.number], H) for group in band.groups[:-1])]
         dstate: Tensor | None = None
-        for i, group in reversed(list(enumerate(band.groups))):
-            if i:
-                earlier = band.groups[i - 1]
-                before = states_after(earlier.steps[-1], kept.states[earlier.number], H)
-            else:
-                before = None if x.initial_state is None else members(band, x.initial_state).to(x.dtype).flatten(0, 1)
+        for group, before in zip(reversed(band.groups), reversed(befores), strict=True):
             dstate = _group_backward(x, band, group, before, kept, do, dfinal, dstate, grads)
         if grads.initial_state is not None and dstate is not None:
             numbers = torch.tensor(band.sequences, device=dstate.device)
@@ -57,7 +54,7 @@ def chunk_backward(x: Inputs, plan: tuple[Band, ...], kept: Kept, do: Tensor | N
 
 
 def _incoming(band: Band, step: Step, dstate: Tensor | None, dfinal: Tensor | None, x: Inputs) -> Tensor | None:
-    """Gradient of the states after a step, `[count·H, K, V]`: of those that go on from the next step, of the others from the final state."""
+    """Gradient of the states after a step, `[count·H, K, V]`: the next step's for those that go on, the final state's for the others."""
     if step.going_on == step.count:
         return dstate
     H, K, V = x.q.shape[1], x.q.shape[2], x.v.shape[2]
@@ -84,18 +81,19 @@ def _group_backward(
 ) -> Tensor | None:
     """Fill in the gradients of a group's tokens.
 
-    `before`: the states in which the group's first step started (None: zeros). Takes and returns the gradient of the states after and before
-    the group.
+    `before`: the states in which the group's first step started (None: zeros). `dstate`: the gradient of the states after the group;
+    that of the states before it is returned.
     """
     H = x.q.shape[1]
     q, k, g, beta, do = (group.gather(t, x.dtype) for t in (x.q, x.k, x.g, x.beta, do))
     n, _, C, V = do.shape
     M, K = n * H, x.q.shape[2]
     tiles = make_tiles(q, k, g, factored=x.factored, keep=True)
-    beta = beta.reshape(M, C)
-    inverse = unit_lower_inverse(tiles.scores[:, :, 1] * beta[:, :, None])
+    beta = beta.reshape(M, C, 1)
+    minus_beta = beta.neg()
+    inverse = unit_lower_inverse(tiles.scores[:, :, 1] * beta)
     error = group.unpack(kept.errors[group.number]).reshape(M, C, V)
-    write = error * beta[:, :, None]
+    write = error * beta
     # Beside each other as the rows of q and k are: the gradient of scale·o, and that of -V.
     outward = q.new_empty((M, C, 2, V))
     torch.mul(do, x.scale, out=outward.view(n, H, C, 2, V)[:, :, :, 0])
@@ -104,35 +102,31 @@ def _group_backward(
     drows = q.new_empty((M, 2 * C, K))
     dcolumns = q.new_empty((M, C, K))
     dend = q.new_zeros((M, K))
-    befores = [before] + [states_after(step, kept.states[group.number], H) for step in group.steps[:-1]]
-    sizes = group.per_step(H)
-    whole = (tiles.rows.view(M, 2 * C, K), tiles.columns, tiles.decay, inverse.mT, beta[:, :, None].neg(), write)
-    made = zip(*(t.split(sizes) for t in whole), strict=True)
-    buffers = (dwrite, dmissing, outward[:, :, 1], outward.view(M, 2 * C, V), drows, dcolumns, dend)
-    per_step = list(zip(group.steps, befores, made, zip(*(t.split(sizes) for t in buffers), strict=True), strict=True))
-    for step, before_, (rows, columns, decay, T, minus_beta, write_), (dwrite_, dmissing_, dv_, outward_, drows_, dcolumns_, dend_) in reversed(
-        per_step
-    ):
+    rows, dv_minus, both = tiles.rows.view(M, 2 * C, K), outward[:, :, 1], outward.view(M, 2 * C, V)
+    befores = [before, *(states_after(step, kept.states[group.number], H) for step in group.steps[:-1])]
+    for step, state in zip(reversed(group.steps), reversed(befores), strict=True):
+        at = step.head_chunks(H)
         after = _incoming(band, step, dstate, dfinal, x)
         if after is None:
-            dcolumns_.zero_()
+            dcolumns[at].zero_()
         else:
-            dwrite_.baddbmm_(columns, after)
-            torch.bmm(write_, after.mT, out=dcolumns_)
-        torch.mul(torch.bmm(T, dwrite_, out=dmissing_), minus_beta, out=dv_)
-        if before_ is None:
-            drows_.zero_()
+            dwrite[at].baddbmm_(tiles.columns[at], after)
+            torch.bmm(write[at], after.mT, out=dcolumns[at])
+        torch.bmm(inverse[at].mT, dwrite[at], out=dmissing[at])
+        torch.mul(dmissing[at], minus_beta[at], out=dv_minus[at])
+        if state is None:
+            drows[at].zero_()
             dstate = None
             continue
-        torch.bmm(outward_, before_.mT, out=drows_)
+        torch.bmm(both[at], state.mT, out=drows[at])
         if after is None:
-            dstate = torch.bmm(rows.mT, outward_)
+            dstate = torch.bmm(rows[at].mT, both[at])
         else:
-            torch.mul((before_ * after).sum(-1), decay, out=dend_)
-            dstate = (after * decay[:, :, None]).baddbmm_(rows.mT, outward_)
-    dscores = torch.bmm(outward.view(M, 2 * C, V), write.mT).view(M, C, 2, C)
+            torch.mul((state * after).sum(-1), tiles.decay[at], out=dend[at])
+            dstate = (after * tiles.decay[at, :, None]).baddbmm_(rows[at].mT, both[at])
+    dscores = torch.bmm(both, write.mT).view(M, C, 2, C)
     with group.writing(grads.v, x.dtype) as dv:
-        torch.neg(outward.view(n, H, C, 2, V)[:, :, :, 1], out=dv)
+        torch.neg(dv_minus.view(n, H, C, V), out=dv)
     with group.writing(grads.beta, x.dtype) as dbeta:
         torch.sum(dmissing.mul_(error).view(n, H, C, V), -1, out=dbeta)
     _tiles_backward(q, k, tiles, dscores, drows, dcolumns, dend, group, grads)
@@ -150,7 +144,7 @@ def _tiles_backward(
     group: Group,
     grads: Gradients,
 ) -> None:
-    """From the gradients of the tiles to those of q, k and g; `dend` `[M, K]` is what the state gives to that of the log decay over the chunk."""
+    """From the gradients of the tiles to those of q, k and g; `dend` `[M, K]`: what the state gives to that of the decay over the chunk."""
     n, H, C, K = q.shape
     M = n * H
     own = dscores[:, :, 0].diagonal(dim1=1, dim2=2).unsqueeze(-1).clone().view(n, H, C, 1)

@@ -40,9 +40,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Kept:
-    """What the backward needs beyond the inputs, for each group: its packed E, and the states before chunks that are not their sequence's first.
+    """What the backward needs beyond the inputs, for each group: its packed E, and the states that its sequences go on with.
 
-    Together T·H·V numbers and one state for each further chunk: with K = V = 128 as many as q and v.
+    Together T·H·V numbers, and a state for each chunk that is not its sequence's first: with K = V = 128 as many as q and v.
     """
 
     errors: list[Tensor] = field(default_factory=list)
@@ -96,31 +96,27 @@ def _run_group(
         states = scratch
     else:
         error, write, states = v.new_empty((n * H, C, V)), error, v.new_empty((group.states * H, K, V))
-    counts, sizes = [step.count for step in group.steps], group.per_step(H)
-    whole = (tiles.rows.view(n * H, 2 * C, K), tiles.scores[:, :, 0], inverse, tiles.decay, tiles.columns, beta[:, :, None])
+    rows, A = tiles.rows.view(n * H, 2 * C, K), tiles.scores[:, :, 0]
     with group.writing(o, x.dtype) as o_window:
-        made = zip(*(t.split(sizes) for t in whole), strict=True)
-        buffers = zip(*(t.split(sizes) for t in (missing, error, write, out)), strict=True)
-        ends = zip(v.split(counts), o_window.split(counts), strict=True)
-        for step, (rows, A, T, decay, columns, beta_), (missing_, error_, write_, out_), (v_, o_) in zip(
-            group.steps, made, buffers, ends, strict=True
-        ):
+        for step in group.steps:
+            at, chunks = step.head_chunks(H), slice(step.start, step.start + step.count)
+            v_step, o_step = v[chunks], o_window[chunks]
             seen = None
             if state is None:
-                missing_.view(v_.shape).copy_(v_)
+                missing[at].view(v_step.shape).copy_(v_step)
             else:
-                seen = torch.bmm(rows, state).view(-1, H, C, 2, V)
-                torch.sub(v_, seen[:, :, :, 1], out=missing_.view(v_.shape))
-            torch.bmm(T, missing_, out=error_)
+                seen = torch.bmm(rows[at], state).view(-1, H, C, 2, V)
+                torch.sub(v_step, seen[:, :, :, 1], out=missing[at].view(v_step.shape))
+            torch.bmm(inverse[at], missing[at], out=error[at])
             if kept is not None:
-                torch.mul(error_, beta_, out=write_)
-            torch.baddbmm(out_, A, write_, beta=0, alpha=x.scale, out=out_)
+                torch.mul(error[at], beta[at, :, None], out=write[at])
+            inside = torch.baddbmm(out[at], A[at], write[at], beta=0, alpha=x.scale, out=out[at]).view(o_step.shape)
             if seen is None:
-                o_.copy_(out_.view(o_.shape))
+                o_step.copy_(inside)
             else:
-                torch.add(out_.view(o_.shape), seen[:, :, :, 0], alpha=x.scale, out=o_)
+                torch.add(inside, seen[:, :, :, 0], alpha=x.scale, out=o_step)
             target = states_after(step, states, H) if kept is not None else states[step.index % 2, : step.going_on * H]
-            state = _advance(band, step, state, decay, columns, write_, final, target)
+            state = _advance(band, step, state, tiles.decay[at], tiles.columns[at], write[at], final, target)
     if kept is not None:
         kept.errors.append(group.pack(error.view(n, H, C, V)))
         kept.states.append(states)

@@ -40,12 +40,16 @@ class Step:
     going_on: int
     kept: int
 
+    def head_chunks(self, heads: int) -> slice:
+        """Its chunks, with each head counted on its own."""
+        return slice(self.start * heads, (self.start + self.count) * heads)
+
 
 @dataclass(frozen=True)
 class Group:
     """n chunks that are prepared together: some consecutive steps of a band. `number` counts groups over all bands.
 
-    `first` is the flat index of the first token when the n·C slots are consecutive tokens; else `slots` `[n·C]` holds the token of each slot.
+    `first` is the flat index of the first token when the n·C slots are consecutive tokens; else `slots` `[n·C]` holds each slot's token.
     `used` are the slots that hold a token and `free` those that do not, when there are such; `last` `[n]` is each chunk's last used slot.
     """
 
@@ -63,10 +67,6 @@ class Group:
     def states(self) -> int:
         """How many states are kept of the group."""
         return self.steps[-1].kept + self.steps[-1].going_on
-
-    def per_step(self, heads: int) -> list[int]:
-        """Head-chunks of each step."""
-        return [step.count * heads for step in self.steps]
 
     def pack(self, x: Tensor) -> Tensor:
         """`[n, H, C, …]` without what free slots hold; `x` itself when there are none."""
@@ -91,7 +91,7 @@ class Group:
 
     @contextmanager
     def writing(self, out: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Where to write the group's tokens of `out` `[T, H, …]`: a `[n, H, C, …]` of the given dtype, a view of `out` where that can be."""
+        """Where to write the group's tokens of `out` `[T, H, …]`: `[n, H, C, …]` of the given dtype, a view of `out` where that can be."""
         if self.first is not None:
             span = out[self.first : self.first + self.chunks * self.width].unflatten(0, (self.chunks, self.width)).transpose(1, 2)
             if out.dtype == dtype:

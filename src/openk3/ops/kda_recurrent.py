@@ -9,10 +9,10 @@ from openk3.ops.precision import accumulation_dtype, exact
 
 
 def kda_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, *, scale: float) -> tuple[Tensor, Tensor]:
-    """Sequence n gets token n: q, k, g `[N, H, K]`, v `[N, H, V]`, beta `[N, H]`, state `[N, H, K, V]` or None for zeros; not differentiable.
+    """Sequence n gets token n: q, k, g `[N, H, K]`, v `[N, H, V]`, beta `[N, H]`, state `[N, H, K, V]` or None for zeros.
 
-    Returns o `[N, H, V]` in v's dtype and the new state. Both reads of the decayed state, by k and by q, are one product:
-    `o = Sᵀq` after the update is `S̄ᵀq + (k·q) beta (v - S̄ᵀk)` with the decayed state S̄.
+    Returns o `[N, H, V]` in v's dtype and the new state; not to be differentiated. Both reads of the decayed state S̄, by k and by q, are
+    one product: after the update, `Sᵀq = S̄ᵀq + (k·q) beta (v - S̄ᵀk)`.
     """
     dtype = accumulation_dtype(q, k, v, g, beta)
     N, H, K = q.shape

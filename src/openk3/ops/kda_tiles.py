@@ -60,7 +60,7 @@ class Base:
 class Tiles:
     """All of a group of chunks that does not depend on the state.
 
-    `rows` `[M, C, 2, K]`: q and k decayed from the chunk's start. `columns` `[M, C, K]`: k decayed to its end. `decay` `[M, K]`: over the chunk.
+    `rows` `[M, C, 2, K]`: q and k decayed from the chunk's start. `columns` `[M, C, K]`: k decayed to its end. `decay` `[M, K]`: over it.
     `scores` `[M, C, 2, C]`: A (c <= r) and B (c < r), the rest 0. `row_decay` `[M, C, K]`, `levels` (smallest s first) and `base` are what
     they were made of; the last two are kept for the backward alone.
     """
@@ -94,7 +94,7 @@ def tile_blocks(scores: Tensor) -> Tensor:
 
 
 def clear_future_(tiles: Tensor, *, keep_own: bool) -> Tensor:
-    """In place: zero where `[P, 32, 16]` tiles have a column later than the row, in k's rows also the token's own column (in q's if not kept)."""
+    """In place: zero in `[P, 32, 16]` tiles the columns later than the row, in k's rows the token's own too (in q's unless `keep_own`)."""
     row = torch.arange(TILE, device=tiles.device)
     later = row[None, :] >= row[:, None]
     future = torch.stack([later.triu(1) if keep_own else later, later], dim=1).view(2 * TILE, TILE)
@@ -102,7 +102,7 @@ def clear_future_(tiles: Tensor, *, keep_own: bool) -> Tensor:
 
 
 def prefix_products_(x: Tensor, size: int) -> Tensor:
-    """In place: each row of a block of `size` rows becomes the product of the block's rows up to it. A tree, so errors grow as its depth."""
+    """In place: each row of a block of `size` rows becomes the product of the block's rows up to it. Errors grow as the tree's depth."""
     s = 1
     while s < size:
         first, second = halves(x, s)

@@ -18,7 +18,7 @@ from openk3.ops.backend import pick
 from openk3.ops.precision import accumulation_dtype, exact
 from openk3.ops.segments import Segments
 
-# Elements that one pass handles, so that a block is still in the cache when the next pass over it comes, and the fewest channels of a block.
+# Elements that one pass handles, so that a block is still in the cache when the next pass comes, and the fewest channels of a block.
 _BLOCK = 1 << 20
 _NARROWEST = 64
 
