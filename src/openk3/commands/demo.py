@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,6 +55,8 @@ def main(argv: list[str]) -> int:
         return 0
     config = recipe(arguments)
     out = Path(arguments.out) if arguments.out is not None else free_directory(DEFAULT_OUT)
+    if arguments.out is None and out != DEFAULT_OUT:
+        print(f"{DEFAULT_OUT} holds an earlier run, which is left alone; this one goes to {out}", file=sys.stderr)
 
     from openk3.commands.train import report
     from openk3.train.display import Display
