@@ -148,7 +148,9 @@ def test_a_file_that_the_system_refuses_to_grow(tmp_path: Path, model: Decoder, 
     assert (directory / "step-00000001" / "model.safetensors").stat().st_size > room
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
     try:
-        with pytest.raises(UserError, match=r"step 2 could not be written .*; make room and resume; the checkpoint of step 1 is whole"):
+        with pytest.raises(
+            UserError, match=r"step 2 could not be written to .*: File too large; make room and resume; the checkpoint of step 1 is whole"
+        ):
             store(directory, model, companion, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -163,7 +165,9 @@ def test_torch_cut_short_by_the_system(tmp_path: Path, model: Decoder, companion
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest + 1000, before[1]))
     try:
-        with pytest.raises(UserError, match=r"step 2 could not be written .*; the checkpoint of step 1 is whole"):
+        with pytest.raises(
+            UserError, match=r"could not be written to .*: File too large; make room and resume; the checkpoint of step 1 is whole"
+        ):
             save(directory, 2, model, [companion], state, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

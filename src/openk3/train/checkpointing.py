@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from openk3.train.run import TEMPORARY, sync_directory
 MANIFEST = "manifest.json"
 TRAINING = "training.pt"
 _STEP = re.compile(r"step-(\d{8,})")
+_SYSTEM_ERROR = re.compile(r"os error (\d+)")
 _OUT_OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -132,8 +134,7 @@ def _write(directory: Path, step: int, model: Decoder, companions: Sequence[Path
     save_release(model, directory)
     for companion in companions:
         shutil.copyfile(companion, directory / companion.name)
-    with open(directory / TRAINING, "wb") as file:
-        torch.save(training, file)
+    _write_training(directory / TRAINING, training)
     files = {
         entry.name: {"size": entry.stat().st_size, "sha256": _sha256(entry)} for entry in sorted(directory.iterdir()) if entry.is_file()
     }
@@ -143,18 +144,42 @@ def _write(directory: Path, step: int, model: Decoder, companions: Sequence[Path
     sync_directory(directory)
 
 
-def _storage_fault(error: BaseException) -> str | None:
-    """Why the file system refused, or None when `error` is about something else.
+class _Recorded(io.FileIO):
+    """A file that keeps the system's error: torch replaces it by one of its own, which does not say what happened."""
 
-    safetensors and torch report a failed write with errors of their own, which carry the system's words at best.
-    """
-    if isinstance(error, OSError):
-        full = error.errno in _OUT_OF_ROOM
-        return f"{error.strerror or error}{'; make room and resume' if full else ''}"
-    text = str(error)
-    if isinstance(error, Exception) and ("os error" in text or "PytorchStreamWriter" in text or "unexpected pos" in text):
-        return f"{text.splitlines()[0]} (is the disk full?); make room and resume"
-    return None
+    error: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        """Write all of `data`. Raises OSError."""
+        view = memoryview(data).cast("B")
+        done = 0
+        try:
+            while done < len(view):
+                done += super().write(view[done:])
+        except OSError as error:
+            self.error = error
+            raise
+        return done
+
+
+def _write_training(path: Path, training: dict[str, Any]) -> None:
+    with _Recorded(path, "w") as file:
+        try:
+            torch.save(training, file)
+        except Exception:
+            if file.error is not None:
+                raise file.error from None
+            raise
+
+
+def _storage_fault(error: BaseException) -> str | None:
+    """Why the file system refused, or None when `error` is about something else. safetensors has the system's number in its own words."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (match := _SYSTEM_ERROR.search(str(error))):
+        number = int(match[1])
+    if number is None:
+        return str(error) if isinstance(error, OSError) else None
+    return os.strerror(number) + ("; make room and resume" if number in _OUT_OF_ROOM else "")
 
 
 def _sha256(path: Path) -> str:
