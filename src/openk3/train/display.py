@@ -90,19 +90,20 @@ class Display:
         step, speed = self.last, sum(self._speeds) / len(self._speeds)
         head = Table.grid(padding=(0, 1))
         head.add_row(
-            ProgressBar(total=1.0, completed=step.share, width=32),
+            ProgressBar(total=1.0, completed=step.share, width=24),
             f"{step.share:6.1%}",
             f"step {_of(step.step, self.begun.total_steps)}",
             f"{duration(step.seconds)} gone, {duration(step.eta)} to go",
         )
-        body = Table.grid(padding=(0, 3))
-        body.add_row(
-            _pair("loss", f"{step.loss:.3f}", "cyan"),
-            _pair("held out", "–" if self.heldout is None else f"{self.heldout:.3f}", "yellow"),
-            _pair("tokens/s", f"{speed:,.0f}"),
-            _pair("lr", f"{step.lr:.2e}"),
-            _pair("gradient", f"{step.grad_norm:.2f}"),
-            _pair("memory", readable(step.memory)),
+        body = Text("   ").join(
+            [
+                _pair("loss", f"{step.loss:.3f}", "cyan"),
+                _pair("held out", "–" if self.heldout is None else f"{self.heldout:.3f}", "yellow"),
+                _pair("tokens/s", f"{speed:,.0f}"),
+                _pair("lr", f"{step.lr:.1e}"),
+                _pair("gradient", f"{step.grad_norm:.2f}"),
+                Text(readable(step.memory), style="dim"),
+            ]
         )
         rows: list[RenderableType] = [head, body]
         if step.balance is not None:
@@ -136,8 +137,8 @@ def line(event: Step, begun: Begun | None) -> str:
     return "  ".join([*parts, f"{duration(event.eta)} to go"])
 
 
-def balance_line(balance: Balance, most: int = 64) -> Text:
-    """The load of the worst layer's experts, a bar each (or a bar for some neighbours' busiest), and what it comes to."""
+def balance_line(balance: Balance, most: int = 28) -> Text:
+    """The load of the worst layer's experts, a bar each (or one for some neighbours' busiest); how far the busiest is above the mean."""
     layer = max(balance.max_violation, key=lambda layer: balance.max_violation[layer])
     load = balance.load.get(layer, ())
     columns = min(most, len(load))
@@ -149,10 +150,7 @@ def balance_line(balance: Balance, most: int = 64) -> Text:
     for height in heights:
         share = height / mean if mean else 0.0
         text.append(_BARS[min(7, int(share * 4))] if height else " ", style="green" if share < 1.5 else "yellow" if share < 3 else "red")
-    return text.append(
-        f"  busiest {balance.worst:+.2f} over the mean (layer {layer}); mean of layers {balance.mean:+.2f}; "
-        f"{balance.used:.0%} of experts used"
-    )
+    return text.append(f"  busiest {balance.worst:+.2f} (layer {layer}), mean {balance.mean:+.2f}, {balance.used:.0%} used")
 
 
 def sparkline(values: list[float], width: int) -> str:
