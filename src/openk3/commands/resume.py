@@ -22,7 +22,7 @@ class Arguments:
     """Arguments of `openk3 resume`."""
 
     run: Annotated[str, tyro.conf.Positional]
-    """The run directory. Its config.toml is read again, so settings may be changed there."""
+    """The run directory. Its config.toml is read again: what it says of optimizer, schedule and compute may be changed there."""
     steps: int | None = None
     """A new end of the run: steps in all, those done included."""
     minutes: float | None = None

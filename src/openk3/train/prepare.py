@@ -20,7 +20,7 @@ from openk3.text.conversations import read_conversations
 from openk3.text.corpus import CorpusReport, read_documents
 from openk3.text.token_file import Part, TokenFile, encode_corpus
 from openk3.text.tokenizer import TOKENIZER_FILE, Tokenizer
-from openk3.train import memory
+from openk3.train import cpus, memory
 from openk3.train.batches import PackedBatches
 from openk3.train.config import DEFAULT_MODEL, TrainConfig
 from openk3.train.events import Notice, OnEvent
@@ -102,7 +102,7 @@ def resolve_compute(config: TrainConfig) -> TrainConfig:
     if device != "cpu" and not torch.cuda.is_available():
         raise UserError(f"compute.device is {device}, but this machine has no GPU that PyTorch can use")
     precision = compute.precision if compute.precision != "auto" else "bf16-autocast" if multiplies_bf16(device) else "fp32"
-    threads = compute.threads or torch.get_num_threads()
+    threads = compute.threads or min(torch.get_num_threads(), cpus.usable())
     return dataclasses.replace(config, compute=dataclasses.replace(compute, device=device, precision=precision, threads=threads))
 
 

@@ -1,7 +1,7 @@
 """A run directory: what one training run reads and writes.
 
 config.toml           the resolved settings; written last of the preparations, so that its presence means they are complete
-config.json           the model's config
+config.json           the model's config, which decides; [model] in config.toml says where it came from
 tokenizer.json, …     the tokenizer
 tokens/               the tokens of the texts, memory-mapped
 metrics.jsonl         one JSON object a step
