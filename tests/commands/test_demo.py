@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from openk3.checkpoint.shards import read_header
 from openk3.commands import demo
 from openk3.commands.demo_summary import Findings, Sample, memory_rows, smoothed, summary
 from openk3.config import ModelConfig
@@ -52,7 +53,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_trains_writes_and_sums_up(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(["--minutes", "0.02", "--threads", "1"]) == 0
+    assert demo.main(["--minutes", "0.02", "--sft-minutes", "0", "--threads", "1"]) == 0
     shown = capsys.readouterr()
     assert "held-out loss" in shown.out and "bits a byte" in shown.out
     for part in (
@@ -74,7 +75,7 @@ def test_trains_writes_and_sums_up(small: Path, capsys: pytest.CaptureFixture[st
     assert rows[-1]["heldout"] is not None
 
     # Again: the first run is left alone. Then its summary once more, which is the same but for speeds.
-    assert demo.main(["--minutes", "0.01", "--threads", "1"]) == 0
+    assert demo.main(["--minutes", "0.01", "--sft-minutes", "0", "--threads", "1"]) == 0
     assert "runs/demo-2" in capsys.readouterr().out
     assert list(Metrics.read(run / "metrics.jsonl")) == rows
     assert demo.main(["--show", "runs/demo"]) == 0
@@ -146,3 +147,18 @@ def test_summary_fits_its_width_and_a_young_run(width: int) -> None:
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= width
     assert "nothing to draw yet" in text and "no experts" in text
+
+
+def test_fine_tunes_packs_and_says_what_rounding_costs(
+    small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = 'def f{n}(x):\n    """Return x and {n}."""\n    y = x + {n}\n    return y\n\n'
+    file = small / "library" / "documented.py"
+    file.write_text("".join(function.format(n=n) for n in range(60)))
+    assert demo.main(["--minutes", "0.02", "--sft-minutes", "0.01", "--threads", "1"]) == 0
+    shown = capsys.readouterr().out
+    for part in ("held-out loss", "bf16", "rounded afterwards (PTQ)", "rounded in training (QAT)", "runs/demo-exported", "--chat"):
+        assert part in shown
+    runs = small / "runs"
+    assert {entry.name for entry in runs.iterdir()} >= {"demo", "demo-plain", "demo-chat", "demo-exported"}
+    assert any("weight_packed" in name for name in read_header(runs / "demo-exported" / "model.safetensors"))

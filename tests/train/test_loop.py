@@ -357,15 +357,16 @@ def test_a_disk_that_fills_up_while_the_metrics_are_written(text: Path, tmp_path
 
 
 def test_what_cannot_fit_is_refused_before_anything_is_written(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny(text)
+    # Activations must outweigh what the optimizer needs for its work.
+    config = tiny(text, tokens_per_batch=20000)
     monkeypatch.setattr("openk3.train.memory.available", lambda: 2**20)
     with pytest.raises(UserError, match=r"this needs .* of memory \(.*weights .*\), but 1.0 MiB are available: .*take a smaller model"):
         train(config, tmp_path / "run")
     # Room for the weights and all that, and for the activations of a few tokens.
     _, model, _ = prepare.resolve(config)
-    needed = accounting.training_bytes(model, tokens=30, sequence_length=30, recompute="block")
+    needed = accounting.training_bytes(model, tokens=6000, sequence_length=40, recompute="block")
     monkeypatch.setattr("openk3.train.memory.available", lambda: sum(needed.values()))
-    with pytest.raises(UserError, match=r"with --compute.recompute block --data.tokens-per-batch 24 it takes"):
+    with pytest.raises(UserError, match=r"with --compute.recompute block --data.tokens-per-batch 5000 it takes"):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     monkeypatch.undo()
