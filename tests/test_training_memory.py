@@ -22,11 +22,30 @@ from openk3.train.optimizer import OptimizerConfig, build_optimizer
 TOKENS = 256
 
 
+SIX_LAYERS: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 192,
+    "num_layers": 6,
+    "mla_layers": (3, 5),
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "v_head_dim": 48,
+    "kda_num_heads": 4,
+    "kda_head_dim": 48,
+    "intermediate_size": 512,
+    "num_experts": 16,
+    "experts_per_token": 4,
+    "moe_intermediate_size": 96,
+    "latent_size": 96,
+}
+"""Nano's systems in more layers."""
+
+
 def small(**changes: Any) -> ModelConfig:
     """Wide enough that rows of one number a token do not count, narrow enough to be quick."""
     sizes = {"vocab_size": 64, "hidden_size": 96, "num_experts": 4, "experts_per_token": 2, "intermediate_size": 192, "kda_head_dim": 32}
     sizes |= {"q_lora_rank": 48, "kv_lora_rank": 32, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    return ModelConfig.named("nano").replace(**(sizes | changes))
+    return ModelConfig.named("nano").replace(**(SIX_LAYERS | sizes | changes))
 
 
 def kept_bytes(config: ModelConfig, lengths: list[int], recompute: Recompute, autocast: bool) -> int:

@@ -70,31 +70,31 @@ def debug13() -> ModelConfig:
 
 
 def nano() -> ModelConfig:
-    """What `openk3 demo` trains in about four minutes on two CPU cores: every kind of layer, half of the weights in routed experts."""
+    """What `openk3 demo` trains in about four minutes on two CPU cores: every system, small enough to see half a million tokens."""
     return _like_k3(
-        vocab_size=4096,
-        hidden_size=192,
-        num_layers=6,
-        mla_layers=(3, 5),
+        vocab_size=2048,
+        hidden_size=128,
+        num_layers=4,
+        mla_layers=(3,),
         num_heads=4,
-        q_lora_rank=96,
-        kv_lora_rank=64,
+        q_lora_rank=64,
+        kv_lora_rank=32,
         qk_nope_head_dim=32,
         qk_rope_head_dim=16,
-        v_head_dim=48,
-        kda_num_heads=4,
-        kda_head_dim=48,
-        intermediate_size=512,
-        num_experts=16,
-        experts_per_token=4,
+        v_head_dim=32,
+        kda_num_heads=2,
+        kda_head_dim=64,
+        intermediate_size=256,
+        num_experts=8,
+        experts_per_token=2,
         num_shared_experts=2,
-        moe_intermediate_size=96,
-        latent_size=96,
+        moe_intermediate_size=64,
+        latent_size=64,
         attn_res_block_size=2,
         max_position_embeddings=4096,
-        bos_token_id=4089,
-        eos_token_id=4090,
-        pad_token_id=4091,
+        bos_token_id=2041,
+        eos_token_id=2042,
+        pad_token_id=2043,
     )
 
 

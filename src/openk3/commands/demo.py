@@ -108,9 +108,9 @@ def recipe(arguments: Arguments) -> TrainConfig:
 
     return TrainConfig(
         model=ModelSettings(name="nano"),
-        data=DataSettings(paths=tuple(map(str, standard_library())), tokens_per_batch=2048, sequence_length=256, heldout=0.02),
+        data=DataSettings(paths=tuple(map(str, standard_library())), tokens_per_batch=1024, sequence_length=256, heldout=0.02),
         schedule=ScheduleSettings(minutes=arguments.minutes, warmup=0.02, final=0.05),
-        optimizer=OptimizerConfig(lr=1e-2),
+        optimizer=OptimizerConfig(lr=2e-2),
         compute=ComputeSettings(threads=arguments.threads),
         checkpoint=CheckpointSettings(every=200, minutes=1.0, keep=1),
         evaluation=EvaluationSettings(every=50, tokens=8192),
