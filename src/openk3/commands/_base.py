@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -37,7 +38,7 @@ def parse(
 
     `--help` prints to stdout and raises SystemExit(0). What tyro rejects raises UserError with tyro's reason in one line.
     """
-    text = "\n".join([description, "", "Examples:", "", *(f"    {example}" for example in examples)])
+    text = "\n".join([textwrap.fill(description, 80, subsequent_indent="  "), "", "Examples:", *(f"    {example}" for example in examples)])
     defaults: dict[str, Any] = {} if default is None else {"default": default}
     complaint = io.StringIO()
     try:

@@ -20,9 +20,9 @@ EXAMPLES = (
 class Arguments:
     """Arguments of `openk3 convert`."""
 
-    source: Annotated[str, tyro.conf.Positional]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """A checkpoint directory in either precision, or a run directory (its newest checkpoint)."""
-    destination: Annotated[str, tyro.conf.Positional]
+    destination: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DESTINATION")]
     """A new directory."""
     to: Literal["bf16", "mxfp4"]
     """mxfp4: routed experts packed (packed ones pass through untouched). bf16: unpacked, everything in bfloat16."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SUMMARY = "loss and bits per byte of a checkpoint on texts"
 EXAMPLES = (
     "openk3 eval runs/book other.txt",
-    "openk3 eval runs/book/checkpoints/step-00002000 a.txt b.txt --context 4096 --json",
+    "openk3 eval runs/book a.txt b.txt --context 4096 --json",
 )
 DEFAULT_CONTEXT = 2048
 
@@ -27,9 +27,9 @@ DEFAULT_CONTEXT = 2048
 class Arguments:
     """Arguments of `openk3 eval`."""
 
-    checkpoint: Annotated[str, tyro.conf.Positional]
+    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
     """A checkpoint directory, or a run directory (its newest checkpoint)."""
-    texts: Annotated[tuple[str, ...], tyro.conf.Positional]
+    texts: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="TEXT ...")]
     """Text files and directories; each is a row of the table."""
     context: int | None = None
     """Longer documents are cut into pieces of so many tokens. None: as the run was trained, or 2048."""

@@ -26,7 +26,7 @@ SUMMARY = "continue a prompt with a trained model"
 INTERRUPTED = 130
 EXAMPLES = (
     'openk3 generate runs/demo --prompt "def main("',
-    'openk3 generate runs/demo --prompt "class " --temperature 0 --stop "def " --json',
+    'openk3 generate runs/demo --prompt "class " --temperature 0 --stop "def "',
     'openk3 generate runs/demo-chat --chat --prompt "def double(x):"',
     "openk3 generate runs/demo --prompt-file - --max-tokens 400 < start.py",
 )
@@ -36,7 +36,7 @@ EXAMPLES = (
 class Arguments:
     """Arguments of `openk3 generate`."""
 
-    run: Annotated[str, tyro.conf.Positional]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
     """A run directory (its newest checkpoint is used) or a checkpoint directory."""
     prompt: str | None = None
     """The text to continue. None and no --prompt-file: start from nothing. Control tokens in it are plain text."""

@@ -26,7 +26,7 @@ _SHOWN = 20
 class Arguments:
     """Arguments of `openk3 inspect`."""
 
-    path: Annotated[str | None, tyro.conf.Positional] = None
+    path: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]")] = None
     """A checkpoint directory, or a run directory (its newest checkpoint)."""
     config: str | None = None
     """A named config or a config.json: print the inventory that it implies, without weights."""

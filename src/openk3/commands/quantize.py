@@ -12,7 +12,7 @@ from openk3.commands import _base
 SUMMARY = "post-training quantization: round the routed experts to MXFP4 without any training"
 EXAMPLES = (
     "openk3 quantize runs/demo exported-ptq",
-    "openk3 quantize runs/demo exported-floor --scale-rule floor --activations none",
+    "openk3 quantize runs/demo exported-floor --scale-rule floor",
 )
 
 
@@ -20,9 +20,9 @@ EXAMPLES = (
 class Arguments:
     """Arguments of `openk3 quantize`."""
 
-    source: Annotated[str, tyro.conf.Positional]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """A checkpoint directory with plain experts, or a run directory (its newest checkpoint)."""
-    destination: Annotated[str, tyro.conf.Positional]
+    destination: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DESTINATION")]
     """A new directory."""
     scale_rule: Literal["even", "floor", "ceil"] = "even"
     """Which power of two a block of 32 weights gets: even (what compressed-tensors writes), floor (OCP), ceil (nothing saturates)."""

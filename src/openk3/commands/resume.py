@@ -21,7 +21,7 @@ EXAMPLES = (
 class Arguments:
     """Arguments of `openk3 resume`."""
 
-    run: Annotated[str, tyro.conf.Positional]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The run directory. Its config.toml is read again: what it says of optimizer, schedule and compute may be changed there."""
     steps: int | None = None
     """A new end of the run: steps in all, those done included."""

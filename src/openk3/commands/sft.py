@@ -16,7 +16,7 @@ from openk3.train.config import QuantizationSettings, TrainConfig
 SUMMARY = "fine-tune on conversations; routed experts learn to be MXFP4 on the way"
 EXAMPLES = (
     "openk3 sft chats.jsonl --from runs/demo --out runs/chat --steps 300",
-    "openk3 sft chats.jsonl --from runs/demo --out runs/plain --steps 300 --quantization.experts none",
+    "openk3 sft chats.jsonl --from runs/demo --out runs/long --minutes 10",
     "openk3 convert runs/chat exported --to mxfp4",
 )
 DESCRIPTION = (
@@ -31,7 +31,7 @@ _QUANTIZED = QuantizationSettings(experts="mxfp4")
 class Arguments:
     """Arguments of `openk3 sft`."""
 
-    conversations: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    conversations: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="CHATS ...")] = ()
     """JSONL files of conversations, also as .gz or .zst."""
     out: str | None = None
     """The run directory to make."""

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 SUMMARY = "train a model on text, from scratch or from a checkpoint's weights"
 EXAMPLES = (
     "openk3 train book.txt --model nano --out runs/book --steps 2000",
-    "openk3 train src/ docs/ --model mini --out runs/code --minutes 60 --optimizer.lr 0.002",
-    "openk3 train texts.jsonl.zst --config train.toml --out runs/next --from runs/book",
-    "openk3 train book.txt --set num_layers=4 --set 'mla_layers=[3]' --set attn_res_block_size=none --out runs/plain --steps 500",
+    "openk3 train src/ --model mini --out runs/code --minutes 60",
+    "openk3 train new.jsonl.zst --from runs/book --out runs/next --tokens 500000",
+    "openk3 train a.txt --set attn_res_block_size=none --out runs/p --steps 500",
 )
 
 
@@ -31,7 +31,7 @@ EXAMPLES = (
 class Arguments:
     """Arguments of `openk3 train`."""
 
-    texts: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    texts: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="TEXT ...")] = ()
     """What to train on: text files, directories, .jsonl (with "text"), all of them also as .gz or .zst."""
     out: str | None = None
     """The run directory to make."""
