@@ -223,7 +223,7 @@ def test_places_that_hold_no_model(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             openk3.load(path)
     (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
-    with pytest.raises(UserError, match="without a checkpoint yet"):
+    with pytest.raises(UserError, match="without a complete checkpoint"):
         openk3.load(tmp_path)
     shutil.rmtree(tmp_path / "checkpoints")
     (tmp_path / "config.json").write_text((K3 / "config.json").read_text())
@@ -238,3 +238,13 @@ def test_a_run_directory_means_its_newest_complete_checkpoint(tmp_path: Path) ->
     (tmp_path / "checkpoints" / "step-00001000").mkdir()
     assert locate(tmp_path).name == "step-00000300"
     assert torch.equal(logits(openk3.load(tmp_path)), logits(openk3.load(K3)))
+
+
+def test_arguments_of_load_that_are_not_what_they_should_be() -> None:
+    for arguments, complaint in (
+        ((K3, "float32"), "not 'float32'"),
+        ((K3, torch.int64), "floating-point dtype"),
+        ((3, None), "not by int"),
+    ):
+        with pytest.raises(UserError, match=complaint):
+            openk3.load(arguments[0], dtype=arguments[1])  # type: ignore[arg-type]

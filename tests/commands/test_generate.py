@@ -139,7 +139,7 @@ def test_runs_that_are_not_there(tmp_path: Path, run: Path) -> None:
     young = tmp_path / "young"
     (young / "checkpoints").mkdir(parents=True)
     shutil.copy(run / "config.json", young)
-    with pytest.raises(UserError, match="without a checkpoint yet"):
+    with pytest.raises(UserError, match="without a complete checkpoint"):
         generate.main([str(young)])
 
 

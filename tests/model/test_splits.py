@@ -166,3 +166,19 @@ def test_gradients_flow_through_a_carried_state(model: Decoder) -> None:
     assert grads[0].keys() == grads[1].keys()
     for name, grad in grads[0].items():
         assert worst(grads[1][name], grad) < EXACT * max(1.0, float(grad.abs().max())), name
+
+
+def test_what_does_not_fit_is_refused_before_anything_advances(model: Decoder) -> None:
+    tokens, segments = tokens_of(model, 4), Segments.of([4])
+    other = DecoderState.empty(model.config.replace(kda_head_dim=8), sequences=1, dtype=torch.float64)
+    for arguments, complaint in (
+        ((tokens, Segments.of([3])), "segments hold 3 tokens"),
+        ((tokens, segments, fresh(model, 2)), "2 sequences"),
+        ((tokens, segments, other), "another config"),
+        ((tokens.float(), segments), "integers"),
+        (([1, 2, 3, 4], segments), "not list"),
+        ((tokens + model.config.vocab_size, segments), "outside the vocabulary"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            model(*arguments)
+    assert other.lengths == [0]

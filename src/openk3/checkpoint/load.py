@@ -44,11 +44,13 @@ def load(
 
     Raises UserError when files are missing, damaged, or do not fit the config: the message names the tensor.
     """
+    if not isinstance(path, (str, Path)):
+        raise UserError(f"a checkpoint is named by its path, not by {type(path).__name__}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise UserError(f"a model is loaded in a floating-point dtype such as torch.float32, not {dtype!r}")
     directory = locate(path)
     source = directory / "config.json" if config is None else config
     settings = source if isinstance(source, ModelConfig) else ModelConfig.from_json(source)
-    if dtype is not None and not dtype.is_floating_point:
-        raise UserError(f"a model is loaded in a floating-point dtype, not {dtype}")
     if expert_activations not in (None, "none", "mxfp8"):
         raise UserError(f'expert_activations is "mxfp8" or "none", not {expert_activations!r}')
     shards = Shards.at(directory)
@@ -107,7 +109,7 @@ def locate(path: str | Path) -> Path:
     if found:
         return found[-1]
     if (directory / CHECKPOINTS).is_dir():
-        raise UserError(f"{directory} is a run without a checkpoint yet")
+        raise UserError(f"{directory} is a run without a complete checkpoint (yet)")
     if not (directory / "config.json").is_file():
         raise UserError(f"{directory} has no config.json: it is neither a checkpoint nor a run directory")
     return directory

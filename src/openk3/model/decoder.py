@@ -187,11 +187,15 @@ class Decoder(nn.Module):
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
     def _check(self, tokens: Tensor, segments: Segments, state: DecoderState | None) -> None:
+        if not isinstance(tokens, Tensor):
+            raise ValueError(f"tokens are a tensor of integers, not {type(tokens).__name__}")
         if tokens.dim() != 1 or tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"tokens are integers of shape [T], not {tokens.dtype} {list(tokens.shape)}")
         segments.check(tokens.shape[0])
         if state is not None and state.sequences != segments.count:
             raise ValueError(f"the state holds {state.sequences} sequences, but segments name {segments.count}")
+        if state is not None and not state.fits(self.config):
+            raise ValueError("the state was made for another config: its layers or their widths are not this model's")
         if tokens.device.type == "cpu" and tokens.numel():
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high >= self.config.vocab_size:

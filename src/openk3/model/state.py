@@ -139,6 +139,19 @@ class DecoderState:
             layers.append(RecurrentMemory(recurrent, (q, k, v)))
         return DecoderState(layers, [0] * sequences, dtype)
 
+    def fits(self, config: ModelConfig) -> bool:
+        """Whether a model of `config` can go on from this state: the same kinds of layer with the same widths."""
+        if len(self.layers) != config.num_layers:
+            return False
+        heads, width, latent = config.kda_num_heads, config.kda_head_dim, config.kv_lora_rank + config.qk_rope_head_dim
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, LatentMemory):
+                if not config.is_mla(index) or any(buffer.shape[1] != latent for buffer in layer.buffers):
+                    return False
+            elif config.is_mla(index) or layer.recurrent.shape[1:] != (heads, width, width):
+                return False
+        return True
+
     @property
     def sequences(self) -> int:
         """N, the number of sequences."""

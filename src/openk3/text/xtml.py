@@ -285,12 +285,16 @@ def check_message(position: int, message: Any) -> None:
         raise UserError(f"{where} has no role" if role is None else f"{where} has the role {role!r}; it is one of {', '.join(ROLES)}")
     unknown = sorted(set(message) - _KEYS[role])
     if unknown:
-        raise UserError(f"{where}: a {role} message has no key {unknown[0]!r}; it has {', '.join(sorted(_KEYS[role]))}")
+        raise UserError(f"{where}: {_article(role)} {role} message has no key {unknown[0]!r}; it has {', '.join(sorted(_KEYS[role]))}")
     _check_content(where, message)
     for key in ("name", "reasoning_content", "reasoning", "tool", "tool_call_id"):
         if message.get(key) is not None and not isinstance(message[key], str):
             raise UserError(f"{where}: {key} is a string, not {type(message[key]).__name__}")
     _check_calls(where, message.get("tool_calls"))
+
+
+def _article(role: str) -> str:
+    return "an" if role == "assistant" else "a"
 
 
 def _check_content(where: str, message: Mapping[str, Any]) -> None:
