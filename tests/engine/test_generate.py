@@ -144,6 +144,13 @@ def test_ids_beyond_the_tokenizer_are_never_drawn() -> None:
     assert out.completions[0].ids == (7, 7, 7)
 
 
+def test_first_token_may_be_restricted() -> None:
+    allowed = torch.zeros(32, dtype=torch.bool)
+    allowed[[20, 25]] = True
+    out = run_script(Scripted(count_up), [[1], [1]], max_tokens=3, first_tokens=[allowed, None])
+    assert [one.ids for one in out.completions] == [(20, 21, 22), (2, 3, 4)]
+
+
 def test_logits_that_hold_no_token_name_the_sequence() -> None:
     bad = torch.full((32,), float("nan"))
     with pytest.raises(LogitsError, match="sequence 1 NaN") as caught:

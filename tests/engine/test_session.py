@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from openk3.engine.sampler import SamplingParams
-from openk3.engine.session import Session
+from openk3.engine.session import Prompt, Session
 from openk3.errors import UserError
 from openk3.ops.segments import Segments
 from tests.engine import tiny
@@ -38,6 +38,7 @@ def edit(file: Path, **changes: object) -> None:
 def test_text_continues_a_prompt_as_the_model_says(session: Session) -> None:
     prompt = "def f(x):\n"
     done = session.complete([prompt], SamplingParams(temperature=0), max_tokens=8).completions[0]
+    assert session.tokenizer.bos_id is not None
     text = [session.tokenizer.bos_id, *session.tokenizer.encode(prompt)]
     assert list(done.prompt_ids) == text
     start = len(text)
@@ -54,10 +55,27 @@ def test_text_continues_a_prompt_as_the_model_says(session: Session) -> None:
 
 def test_control_tokens_in_a_prompt_are_plain_text(session: Session) -> None:
     written = "".join(session.tokenizer.special_ids)
-    ids = session.encode_prompt(written)
+    ids = session.encode_prompt(written).ids
     assert ids[0] == session.tokenizer.bos_id
     assert not set(ids[1:]) & set(session.tokenizer.special_ids.values())
     assert session.tokenizer.decode(ids[1:]) == written
+
+
+def test_space_at_the_end_belongs_to_the_first_new_token(session: Session) -> None:
+    assert session.tokenizer.bos_id is not None
+    prompt = session.encode_prompt("return ")
+    assert prompt == Prompt((session.tokenizer.bos_id, *session.tokenizer.encode("return")), " ")
+    for text in ("return", "if x:\n    ", "", "a\n"):
+        whole = session.encode_prompt(text)
+        assert (whole.held, list(whole.ids[1:])) == ("", session.tokenizer.encode(text))
+    shown: list[str] = []
+    done = session.complete(
+        ["return "], SamplingParams(temperature=3.0), max_tokens=5, on_text=lambda n, piece: shown.append(piece)
+    ).completions[0]
+    first = session.tokenizer.bytes_of(done.tokens.ids[0])
+    assert first.startswith(b" ")
+    assert "return " + done.text == "return" + session.tokenizer.decode(done.tokens.ids)
+    assert "".join(shown) == done.text
 
 
 def test_empty_prompt_starts_from_the_beginning_of_text(session: Session) -> None:

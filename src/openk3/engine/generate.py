@@ -79,6 +79,7 @@ class _Sequence:
     params: SamplingParams
     max_tokens: int
     generator: torch.Generator
+    first: Tensor | None
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -99,17 +100,19 @@ def generate(
     on_token: OnToken | None = None,
     prefill_chunk: int = 512,
     vocabulary: int | None = None,
+    first_tokens: Sequence[Tensor | None] | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> Generation:
     """Continue each prompt.
 
     `params` and `max_tokens`: one for all, or one a prompt. `prefill_chunk`: prompt tokens in one call, over the whole batch.
-    `vocabulary`: only ids below it are drawn (a model's vocabulary may be padded beyond its tokenizer's). `cancelled` is asked between
-    calls. What a sequence gets is what it would get alone.
+    `vocabulary`: only ids below it are drawn (a model's vocabulary may be padded beyond its tokenizer's). `first_tokens`: for each prompt
+    a bool mask `[vocabulary]` of the tokens that its first new one may be, or None for any. `cancelled` is asked between calls. What a
+    sequence gets is what it would get alone.
 
     Raises UserError for an empty prompt, an id outside the vocabulary, a limit that makes no sense, or logits that hold no token.
     """
-    sequences = _sequences(model, prompts, params, max_tokens)
+    sequences = _sequences(model, prompts, params, max_tokens, first_tokens)
     if prefill_chunk < 1:
         raise UserError(f"prefill_chunk is {prefill_chunk}; it must be 1 or more")
     limit = model.config.vocab_size if vocabulary is None else min(vocabulary, model.config.vocab_size)
@@ -142,14 +145,19 @@ def generate(
 
 
 def _sequences(
-    model: Decoder, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], max_tokens: int | Sequence[int]
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    max_tokens: int | Sequence[int],
+    first_tokens: Sequence[Tensor | None] | None,
 ) -> list[_Sequence]:
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
-    if len(each) != len(prompts) or len(limits) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts came with {len(each)} sampling parameters and {len(limits)} limits")
+    masks = [None] * len(prompts) if first_tokens is None else list(first_tokens)
+    if not len(each) == len(limits) == len(masks) == len(prompts):
+        raise ValueError(f"{len(prompts)} prompts came with {len(each)} sampling parameters, {len(limits)} limits and {len(masks)} masks")
     made = []
-    for index, (prompt, one, limit) in enumerate(zip(prompts, each, limits, strict=True)):
+    for index, (prompt, one, limit, mask) in enumerate(zip(prompts, each, limits, masks, strict=True)):
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
             raise UserError(f"max_tokens is {limit!r}; it must be a whole number, 0 or more")
         if not prompt:
@@ -160,7 +168,7 @@ def _sequences(
                 f"prompt {index} holds token {low if low < 0 else high}, outside the model's vocabulary of {model.config.vocab_size}: "
                 "the tokenizer is not this model's"
             )
-        made.append(_Sequence(index, prompt, one, limit, one.generator()))
+        made.append(_Sequence(index, prompt, one, limit, one.generator(), mask))
     return made
 
 
@@ -191,6 +199,13 @@ def _prefill(model: Decoder, active: Sequence[_Sequence], state: DecoderState, c
 
 def _choose(active: Sequence[_Sequence], logits_NV: Tensor, stops: frozenset[int], on_token: OnToken | None) -> None:
     """Draw each sequence's next token and note which sequences are done."""
+    restricted = [n for n, one in enumerate(active) if one.first is not None and not one.ids]
+    if restricted:
+        logits_NV = logits_NV.clone()
+        for n in restricted:
+            allowed = active[n].first
+            assert allowed is not None
+            logits_NV[n].masked_fill_(~allowed.to(logits_NV.device), -torch.inf)
     try:
         chosen = sample(logits_NV, [one.params for one in active], [one.generator for one in active])
     except LogitsError as error:

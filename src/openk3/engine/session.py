@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,21 @@ OnText = Callable[[int, str], None]
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """A text to be continued, as the model gets it."""
+
+    ids: tuple[int, ...]
+    held: str
+    """The end of the text that is not among `ids`: the first new token begins with it. A space, or nothing."""
+
+
+@dataclass(frozen=True)
 class TextCompletion:
     """What one prompt led to."""
 
     prompt: str
     prompt_ids: tuple[int, ...]
+    """Without a space at the prompt's end, with which the first new token begins."""
     text: str
     """Without the prompt; ends before the stop string, if one was found."""
     tokens: Completion
@@ -73,9 +84,11 @@ class Session:
         _check_pair(model, tokenizer, checkpoint, home)
         return Session(model, tokenizer, end_tokens(checkpoint, home, tokenizer.special_ids), checkpoint)
 
-    def encode_prompt(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str) -> Prompt:
         """The tokens of a prompt: the beginning-of-text token, then the text. What looks like a control token in it is plain text.
 
+        A space at its end is left to the first new token, which then must begin with one: tokenizers make a word and the space before it
+        one token, so that a lone space is something a model has hardly seen.
         Raises UserError for text that is not valid Unicode, or for an empty prompt where there is no beginning-of-text token.
         """
         try:
@@ -83,10 +96,20 @@ class Session:
         except UnicodeEncodeError:
             raise UserError("the prompt is not valid UTF-8 text") from None
         start = [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
-        ids = start + self.tokenizer.encode(text)
-        if not ids:
+        ids = self.tokenizer.encode(text)
+        held = ""
+        if ids and not self.tokenizer.bytes_of(ids[-1]).strip(b" "):
+            ids, held = self.tokenizer.encode(text[:-1]), " "
+        if not start + ids:
             raise UserError("the prompt is empty, and the tokenizer has no beginning-of-text token to start from")
-        return ids
+        return Prompt(tuple(start + ids), held)
+
+    @cached_property
+    def _begin_with_space(self) -> torch.Tensor:
+        """Which tokens begin with a space, bool `[tokenizer's vocabulary]`."""
+        special = set(self.tokenizer.special_ids.values())
+        begins = [token.startswith(b" ") and n not in special for n, token in enumerate(self.tokenizer.token_bytes)]
+        return torch.tensor(begins)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The tokens of a conversation in the release's chat format, up to where the assistant's response begins (no think channel).
@@ -121,7 +144,11 @@ class Session:
 
         Raises UserError for whatever is wrong with a prompt, a stop string or a limit, or for logits that hold no token.
         """
-        streams = [TextStream(self.tokenizer, stops) for _ in prompts]
+        if chat:
+            encoded = [Prompt(tuple(self.encode_chat([{"role": "user", "content": prompt}])), "") for prompt in prompts]
+        else:
+            encoded = [self.encode_prompt(prompt) for prompt in prompts]
+        streams = [TextStream(self.tokenizer, stops, one.held) for one in encoded]
         show = on_text or (lambda sequence, piece: None)
 
         def take(sequence: int, token: int, logprob: float) -> bool:
@@ -130,19 +157,16 @@ class Session:
                 show(sequence, piece)
             return streams[sequence].matched is not None
 
-        if chat:
-            prompt_ids = [self.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
-        else:
-            prompt_ids = [self.encode_prompt(prompt) for prompt in prompts]
         made = generate(
             self.model,
-            prompt_ids,
+            [one.ids for one in encoded],
             params,
             max_tokens=max_tokens,
             stop_ids=self.ends.ids | self._chat_ends() if chat else self.ends.ids,
             on_token=take,
             prefill_chunk=prefill_chunk,
             vocabulary=self.tokenizer.vocab_size,
+            first_tokens=[self._begin_with_space if one.held else None for one in encoded],
             cancelled=cancelled,
         )
         completions = []
@@ -150,7 +174,7 @@ class Session:
             rest = stream.finish()
             if rest:
                 show(n, rest)
-            completions.append(TextCompletion(prompt, tuple(prompt_ids[n]), stream.text, tokens, stream.matched))
+            completions.append(TextCompletion(prompt, encoded[n].ids, stream.text, tokens, stream.matched))
         return TextGeneration(tuple(completions), made.timing, made.state_bytes)
 
 

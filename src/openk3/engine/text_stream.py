@@ -53,9 +53,10 @@ class StopMatcher:
 class TextStream:
     """One sequence's text as its tokens come."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
-        """Raises UserError for an empty stop string."""
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), skip: str = "") -> None:
+        """`skip`: the beginning of the tokens' text that is not new, since it is the end of the prompt. UserError for an empty stop."""
         self._decoder = StreamDecoder(tokenizer)
+        self._skip = skip
         self._matcher = StopMatcher(stops)
         self._pieces: list[str] = []
 
@@ -71,11 +72,16 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Take a token; returns the text that may be shown now, valid Unicode, perhaps empty."""
-        return self._emit(self._matcher.push(self._decoder.push(token)))
+        return self._emit(self._matcher.push(self._new(self._decoder.push(token))))
 
     def finish(self) -> str:
         """No more tokens: the rest. A character that never became whole comes out as U+FFFD."""
-        return self._emit(self._matcher.push(self._decoder.finish()) + self._matcher.finish())
+        return self._emit(self._matcher.push(self._new(self._decoder.finish())) + self._matcher.finish())
+
+    def _new(self, piece: str) -> str:
+        skipped = min(len(piece), len(self._skip)) if self._skip else 0
+        self._skip = self._skip[skipped:]
+        return piece[skipped:]
 
     def _emit(self, piece: str) -> str:
         if piece:
