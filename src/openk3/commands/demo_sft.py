@@ -116,7 +116,13 @@ def heldout_loss(run: Path, checkpoint: Path) -> float:
     assert prepared.heldout is not None
     data = prepared.config.data
     model = load(checkpoint, dtype=torch.float32)
-    return evaluate_part(model, prepared.heldout, tokens_per_batch=data.tokens_per_batch, sequence_length=data.sequence_length).loss
+    return evaluate_part(
+        model,
+        prepared.heldout,
+        tokens_per_batch=data.tokens_per_batch,
+        sequence_length=data.sequence_length,
+        max_tokens=2 * prepared.config.evaluation.tokens,
+    ).loss
 
 
 def sample(run: Path, exported: Path) -> tuple[str, str]:
